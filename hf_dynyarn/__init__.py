@@ -1,0 +1,9 @@
+"""Dynamic YaRN for Hugging Face Transformers, with a KV cache that stays exact as the scale changes."""
+
+from .cache import DynamicYaRNCache
+from .patch import PatchHandle, patch_llama, unpatch_llama
+from .rope import DynamicYaRNConfig
+
+__version__ = "0.1.0"
+
+__all__ = ["DynamicYaRNCache", "DynamicYaRNConfig", "PatchHandle", "patch_llama", "unpatch_llama"]

@@ -1,0 +1,416 @@
+"""`patch_llama`: gives a stock transformers model Dynamic YaRN and takes it away again.
+
+Nothing of transformers is copied or overwritten. On each patched decoder,
+
+    1. `rotary_emb` is swapped for a module that rotates nothing, so that un-rotated keys reach the
+    cache; 2. a forward pre-hook makes the plan of each call and sends it down to the attention
+    layers as a keyword, and a
+       forward hook commits the call to the cache;
+    3. the attention layers (not the model) read a copy of the config that names
+    `dynamic_yarn_attention`.
+
+The model's own config stays as it is. It is where the backend is read from at each call, so
+`set_attn_implementation` works on a patched model, nothing of ours is ever saved, and models that
+share a config do not notice.
+
+This is the only module that knows models and versions of transformers.
+"""
+
+import copy
+import gc
+import inspect
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
+from transformers.utils import logging
+
+from .attention import ATTENTION_NAME, AttentionPlan, dynamic_yarn_attention, make_plan
+from .cache import DynamicYaRNCache
+from .rope import DynamicYaRNConfig, YaRNSchedule
+
+logger = logging.get_logger(__name__)
+
+SUPPORTED_MODEL_TYPES = ("llama",)
+SUPPORTED_ROPE_TYPES = ("default", "yarn")
+
+# transformers 5.24 renamed `past_key_values`; a decoder's own signature tells which one it takes.
+CACHE_KEYWORDS = ("cache", "past_key_values")
+
+# How the plan travels from the decoder to `dynamic_yarn_attention`.
+PLAN_KEYWORD = "dynamic_yarn_plan"
+
+_lock = threading.RLock()
+_class_wide: "PatchHandle | None" = None
+
+
+def patch_llama(
+    model: nn.Module | None = None, config: DynamicYaRNConfig | None = None, **options: Any
+) -> "PatchHandle":
+    """Makes a Llama model attend with Dynamic YaRN, past its window as well as within it.
+
+    A patched model takes a `DynamicYaRNCache`, and makes one itself where a stock model makes a
+    `DynamicCache`. Up to the window its results are those of the stock model. Patching a model
+    again replaces its options.
+
+    Args:
+        model: a Llama model, or a wrapper around one. Without it the patch is class-wide: it holds
+            for every Llama model of this process, loaded already or later, until `unpatch_llama()`,
+            and leaves alone the models that were patched by themselves. Such a model is checked
+            when it is first called.
+        config: the options.
+        **options: the same options as keywords, in place of `config`.
+
+    Returns:
+        A handle whose `remove()` gives back the stock model; also a context manager.
+
+    Raises:
+        TypeError: not a model of a supported family, an unknown option, or one of the wrong type.
+        ValueError: an option, a rope type or an attention implementation that is not supported.
+    """
+    config = DynamicYaRNConfig.from_options(config, options)
+    with _lock:
+        if model is None:
+            return _patch_class_wide(config)
+        decoder = _find_decoder(model)
+        _check_and_patch(decoder, config, class_wide=False)
+        return PatchHandle(config, decoder)
+
+
+def unpatch_llama(model: nn.Module | None = None) -> None:
+    """Gives back the stock model, or, without a model, every stock model of this process.
+
+    Args:
+        model: a model that was patched by itself; nothing happens if it is not patched.
+
+    Raises:
+        TypeError: not a model of a supported family.
+        ValueError: the model is patched class-wide only, and would be patched again when it is next
+            called.
+    """
+    with _lock:
+        if model is None:
+            _remove_class_wide(_class_wide)
+            for decoder in _live_decoders():
+                _restore(decoder)
+            return
+        decoder = _find_decoder(model)
+        patch = _patch_of(decoder)
+        if patch is not None and patch.class_wide:
+            raise ValueError(
+                "model must have been patched by itself, got one under the class-wide patch. Call unpatch_llama() "
+                "without a model, or the remove() of the handle that patch_llama() returned."
+            )
+        _restore(decoder)
+
+
+class PatchHandle:
+    """Undoes a `patch_llama`: by `remove()`, or at the end of a `with` block. Removing twice does
+    nothing more.
+
+    Attributes:
+        config: the options of the patch.
+    """
+
+    def __init__(self, config: DynamicYaRNConfig, decoder: LlamaModel | None = None) -> None:
+        self.config = config
+        # Weak, so that a handle somebody keeps does not keep the model's memory.
+        self._decoder = None if decoder is None else weakref.ref(decoder)
+
+    def remove(self) -> None:
+        """Gives back the stock model; for a class-wide patch, all the models that it patched."""
+        with _lock:
+            if self._decoder is None:
+                _remove_class_wide(self)
+            elif (decoder := self._decoder()) is not None:
+                _restore(decoder)
+
+    def __enter__(self) -> "PatchHandle":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+
+class UnrotatedEmbedding(nn.Module):
+    """Stands in for a rotary embedding with cos = 1 and sin = 0, so that the model's own code
+    rotates nothing.
+
+    The stock module lives on inside, to follow the model to other devices and dtypes until it is
+    put back.
+    """
+
+    def __init__(self, stock: nn.Module) -> None:
+        super().__init__()
+        self.stock = stock
+
+    def forward(
+        self, x: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, `(1, 1, 1)` each. As integers they leave queries and keys in the dtype they have."""
+        one = torch.ones((1, 1, 1), dtype=torch.int8, device=x.device)
+        return one, one - one
+
+
+class _Patch:
+    """The hooks of one patched decoder, and what it takes to remove them. A deep copy of the model gets its own."""
+
+    def __init__(
+        self,
+        decoder: LlamaModel,
+        config: DynamicYaRNConfig,
+        schedule: YaRNSchedule,
+        class_wide: bool,
+    ) -> None:
+        self.config = config
+        self.schedule = schedule
+        self.class_wide = class_wide
+        self.argument_names = list(inspect.signature(type(decoder).forward).parameters)[1:]
+        self.cache_keyword = next(name for name in CACHE_KEYWORDS if name in self.argument_names)
+        self.stock_configs = [layer.config for layer in _attention_layers(decoder)]
+        self.hooks = (
+            decoder.register_forward_pre_hook(self.before_forward, with_kwargs=True),
+            decoder.register_forward_hook(self.after_forward, with_kwargs=True),
+        )
+
+    def before_forward(
+        self, decoder: LlamaModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Checks and plans a call, then opens its cache. Where the call is refused, nothing has changed."""
+        kwargs = {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
+        given = [
+            kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None
+        ]
+        if len(given) != 1:
+            return (), kwargs  # the decoder's own error says it best
+        cache = self._cache(decoder, kwargs, batch=given[0].shape[0])
+        output_attentions = kwargs.get("output_attentions")
+        plan = make_plan(
+            schedule=self.schedule,
+            cache=cache if isinstance(cache, DynamicYaRNCache) else None,
+            inputs=given[0],
+            attention_mask=kwargs.get("attention_mask"),
+            position_ids=kwargs.get("position_ids"),
+            backend=_backend(decoder.config),
+            output_attentions=decoder.config.output_attentions
+            if output_attentions is None
+            else output_attentions,
+        )
+        if cache is not None:
+            cache = DynamicYaRNCache.adopt(cache)
+            cache.begin(plan)
+        kwargs[self.cache_keyword] = cache
+        kwargs["position_ids"] = plan.positions[:, plan.past :].clamp(min=0)
+        # A 4-D mask goes through the decoder as it is: with this one, no stock mask is built. The
+        # plan has the real one.
+        kwargs["attention_mask"] = given[0].new_empty(
+            (given[0].shape[0], 1, 0, 0), dtype=torch.bool
+        )
+        kwargs[PLAN_KEYWORD] = plan
+        return (), kwargs
+
+    def after_forward(
+        self, decoder: LlamaModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Commits the call to its cache."""
+        cache, plan = kwargs.get(self.cache_keyword), kwargs.get(PLAN_KEYWORD)
+        if isinstance(cache, DynamicYaRNCache) and isinstance(plan, AttentionPlan):
+            cache.commit(plan.positions, plan.schedule, plan.packed)
+
+    def _cache(self, decoder: LlamaModel, kwargs: dict[str, Any], batch: int) -> Any:
+        """Takes the caller's cache out of `kwargs` and checks it; makes one where the stock model would."""
+        given = [kwargs.pop(name) for name in CACHE_KEYWORDS if name in kwargs]
+        cache = next((cache for cache in given if cache is not None), None)
+        if isinstance(cache, DynamicYaRNCache):
+            cache.check_fits(self.schedule, batch, decoder.config.num_hidden_layers)
+        elif cache is not None:
+            DynamicYaRNCache.check_adoptable(cache)
+        if decoder.training and torch.is_grad_enabled() and decoder.gradient_checkpointing:
+            # The layers will drop the cache, since the backward pass would fill it a second time.
+            if cache is not None and cache.get_seq_length() > 0:
+                raise ValueError(
+                    f"the cache must be empty under gradient checkpointing, which cannot use it, got "
+                    f"{cache.get_seq_length()} tokens. Call model.gradient_checkpointing_disable(), or model.eval()."
+                )
+            return None
+        use_cache = kwargs.get("use_cache")
+        if cache is None and (decoder.config.use_cache if use_cache is None else use_cache):
+            return DynamicYaRNCache()
+        return cache
+
+
+def resolve_schedule(model_config: PretrainedConfig, config: DynamicYaRNConfig) -> YaRNSchedule:
+    """Fills the defaults of `config` in from the model's config.
+
+    Raises:
+        ValueError: the model's rope type is not supported, or an option contradicts the model.
+    """
+    rope = _rope_parameters(model_config)
+    rope_type = rope["rope_type"]
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        raise ValueError(
+            f"the rope type of the model must be one of {SUPPORTED_ROPE_TYPES}, got {rope_type!r}. Load the model with "
+            "one of these, or leave it unpatched."
+        )
+    for name, neutral in (
+        ("partial_rotary_factor", 1.0),
+        ("mscale", None),
+        ("mscale_all_dim", None),
+    ):
+        if rope.get(name) not in (None, neutral):
+            raise ValueError(
+                f"rope_parameters[{name!r}] of the model must be {neutral}, got {rope[name]!r}."
+            )
+    trained = rope.get("original_max_position_embeddings") if rope_type == "yarn" else None
+    trained = trained or model_config.max_position_embeddings
+    window = config.original_max_position_embeddings or trained
+    finetuned = bool(rope.get("finetuned")) if config.finetuned is None else config.finetuned
+    factor = (
+        (rope.get("factor") or model_config.max_position_embeddings / trained)
+        if rope_type == "yarn"
+        else None
+    )
+    if finetuned and factor is None:
+        raise ValueError(
+            "finetuned=True needs a model whose rope_parameters have the factor it was trained with, got rope type "
+            f"{rope_type!r}. Leave finetuned out."
+        )
+    heads = model_config.num_attention_heads
+    return YaRNSchedule(
+        head_dim=getattr(model_config, "head_dim", None) or model_config.hidden_size // heads,
+        rope_theta=float(rope["rope_theta"]),
+        original_max_position_embeddings=window,
+        rescale_every=config.rescale_every or max(1, window // 32),
+        max_scale=float("inf") if config.max_scale is None else float(config.max_scale),
+        min_scale=max(1.0, float(factor)) if finetuned else 1.0,
+        per_forward=config.schedule == "forward",
+        beta_fast=float(config.beta_fast or rope.get("beta_fast") or 32),
+        beta_slow=float(config.beta_slow or rope.get("beta_slow") or 1),
+        attention_factor=config.attention_factor or rope.get("attention_factor"),
+        truncate=rope.get("truncate", True) if config.truncate is None else config.truncate,
+    )
+
+
+def _rope_parameters(model_config: PretrainedConfig) -> dict[str, Any]:
+    """The rope parameters in the spelling of transformers 5, with `rope_type` and `rope_theta`."""
+    rope = getattr(model_config, "rope_parameters", None)
+    if rope is None:  # transformers 4
+        rope = {"rope_theta": model_config.rope_theta, **(model_config.rope_scaling or {})}
+    return {"rope_type": rope.get("type", "default"), **rope}
+
+
+def _backend(model_config: PretrainedConfig) -> str:
+    """The attention implementation that the model's config names, if it is one that can serve."""
+    backend: str = model_config._attn_implementation or "eager"
+    if backend in ("eager", "sdpa") or ("flash" in backend and "paged" not in backend):
+        return backend
+    raise ValueError(
+        f"the attention implementation of a patched model must be eager, sdpa or a flash attention, got {backend!r}. "
+        'Call model.set_attn_implementation("sdpa") first.'
+    )
+
+
+def _find_decoder(model: nn.Module) -> LlamaModel:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    decoders = [module for module in model.modules() if isinstance(module, LlamaModel)]
+    if len(decoders) > 1:
+        raise ValueError(
+            f"model must hold one Llama decoder, got {len(decoders)}. Patch them one by one."
+        )
+    types = [
+        getattr(getattr(module, "config", None), "model_type", None)
+        for module in (*decoders, model)
+    ]
+    if not decoders or types[0] not in SUPPORTED_MODEL_TYPES:
+        raise TypeError(
+            f"model must be of one of the supported families {SUPPORTED_MODEL_TYPES}, got {type(model).__name__} of "
+            f"model_type {types[0]!r}."
+        )
+    return decoders[0]
+
+
+def _attention_layers(decoder: LlamaModel) -> list[LlamaAttention]:
+    return [module for module in decoder.modules() if isinstance(module, LlamaAttention)]
+
+
+def _patch_of(decoder: LlamaModel) -> _Patch | None:
+    patch: _Patch | None = decoder.__dict__.get("_dynamic_yarn")
+    return patch
+
+
+def _check_and_patch(decoder: LlamaModel, config: DynamicYaRNConfig, class_wide: bool) -> None:
+    if not getattr(decoder.config, "is_causal", True):
+        raise ValueError(
+            "model must be causal, got a config with is_causal=False. Leave the model unpatched."
+        )
+    schedule = resolve_schedule(decoder.config, config)
+    _backend(decoder.config)
+    replaced = _patch_of(decoder)
+    if replaced is not None:
+        logger.warning(
+            f"patch_llama: the model was patched already; {config} replaces {replaced.config}."
+        )
+        _restore(decoder)
+    AttentionInterface.register(ATTENTION_NAME, dynamic_yarn_attention)
+    decoder._dynamic_yarn = _Patch(decoder, config, schedule, class_wide)
+    decoder.rotary_emb = UnrotatedEmbedding(decoder.rotary_emb)
+    attention_config = copy.copy(decoder.config)
+    attention_config._attn_implementation = ATTENTION_NAME
+    for layer in _attention_layers(decoder):
+        layer.config = attention_config
+
+
+def _restore(decoder: LlamaModel) -> None:
+    patch = _patch_of(decoder)
+    if patch is None:
+        return
+    del decoder._dynamic_yarn
+    decoder.rotary_emb = decoder.rotary_emb.stock
+    for layer, config in zip(_attention_layers(decoder), patch.stock_configs, strict=True):
+        layer.config = config
+    for hook in patch.hooks:
+        hook.remove()
+
+
+def _patch_class_wide(config: DynamicYaRNConfig) -> PatchHandle:
+    global _class_wide
+    if _class_wide is not None:
+        logger.warning(
+            f"patch_llama: Llama was patched already; {config} replaces {_class_wide.config}."
+        )
+        _remove_class_wide(_class_wide)
+    _class_wide = PatchHandle(config)
+    # LlamaModel has no __call__ of its own, so nothing is overwritten, and deleting this one
+    # restores it.
+    LlamaModel.__call__ = _patch_and_call
+    return _class_wide
+
+
+def _patch_and_call(decoder: LlamaModel, *args: Any, **kwargs: Any) -> Any:
+    """`LlamaModel.__call__` under the class-wide patch: patches the model if it is not, then calls it."""
+    with _lock:
+        if _class_wide is not None and _patch_of(decoder) is None:
+            _check_and_patch(decoder, _class_wide.config, class_wide=True)
+    return super(LlamaModel, decoder).__call__(*args, **kwargs)
+
+
+def _remove_class_wide(handle: PatchHandle | None) -> None:
+    global _class_wide
+    if handle is None or handle is not _class_wide:
+        return
+    _class_wide = None
+    del LlamaModel.__call__
+    for decoder in _live_decoders():
+        if _patch_of(decoder).class_wide:
+            _restore(decoder)
+
+
+def _live_decoders() -> list[LlamaModel]:
+    """Every patched decoder of this process. The garbage collector knows deep copies too, which no list of ours would."""
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), LlamaModel)]
+    return [decoder for decoder in found if _patch_of(decoder) is not None]
