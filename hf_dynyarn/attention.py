@@ -158,6 +158,8 @@ def make_plan(
         ValueError: the mask or the positions do not fit the call, or the backend cannot take them.
     """
     batch, length = inputs.shape[:2]
+    if batch == 0 or length == 0:
+        raise ValueError(f"a call must have at least one row and at least one token, got {(batch, length)}.")
     held = torch.empty((batch, 0), dtype=torch.long, device=inputs.device)
     if cache is not None and cache.positions is not None:
         held = cache.positions.to(inputs.device)
@@ -341,6 +343,9 @@ def _attend_flash(
     visible = None
     if plan.visible is not None:
         visible = plan.visible[:, segment.first : plan.last_key(segment.stop)].to(query.device)
+        # A row that is still all padding shows its last token: kernels may fail on a row of no keys.
+        newest = visible[:, -1:] | ~visible.any(-1, keepdim=True)
+        visible = torch.cat((visible[:, :-1], newest), dim=1)
     output = _flash_attention_forward(
         query.transpose(1, 2).to(value.dtype),
         key.transpose(1, 2).to(value.dtype),

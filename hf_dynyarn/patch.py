@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface, PretrainedConfig, __version__
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 from transformers.utils import logging
 
@@ -37,6 +37,8 @@ logger = logging.get_logger(__name__)
 
 SUPPORTED_MODEL_TYPES = ("llama",)
 SUPPORTED_ROPE_TYPES = ("default", "yarn")
+
+TRANSFORMERS_MAJOR = int(__version__.split(".")[0])
 
 # transformers 5.24 renamed `past_key_values`; a decoder's own signature tells which one it takes.
 CACHE_KEYWORDS = ("cache", "past_key_values")
@@ -296,11 +298,17 @@ def resolve_schedule(model_config: PretrainedConfig, config: DynamicYaRNConfig) 
 
 
 def _rope_parameters(model_config: PretrainedConfig) -> dict[str, Any]:
-    """The rope parameters in the spelling of transformers 5, with `rope_type` and `rope_theta`."""
-    rope = getattr(model_config, "rope_parameters", None)
-    if rope is None:  # transformers 4
-        rope = {"rope_theta": model_config.rope_theta, **(model_config.rope_scaling or {})}
-    return {"rope_type": rope.get("type", "default"), **rope}
+    """The rope parameters that the model itself goes by, in the spelling of transformers 5."""
+    if TRANSFORMERS_MAJOR >= 5:
+        return {"rope_type": "default", **model_config.rope_parameters}
+    theta, scaling = model_config.rope_theta, model_config.rope_scaling or {}
+    newer = getattr(model_config, "rope_parameters", None)
+    if newer and newer.get("rope_theta") != theta:
+        raise ValueError(
+            f"the model's config must have rope_theta and rope_scaling, got rope_parameters={newer}, which this "
+            "transformers does not read. Upgrade to transformers 5, with which the config was written."
+        )
+    return {"rope_type": scaling.get("type", "default"), "rope_theta": theta, **scaling}
 
 
 def _backend(model_config: PretrainedConfig) -> str:

@@ -616,7 +616,7 @@ class TestTools:
         patch_llama(model)
         texts = [tokenizer.decode(random_ids(length, seed=length)[0]) for length in (10, 45)]
         write = pipeline("text-generation", model=model, tokenizer=tokenizer, batch_size=2)
-        options = {"max_new_tokens": 30, "min_new_tokens": 30, "do_sample": False, "return_full_text": False}
+        options = {"max_new_tokens": 30, "do_sample": False, "return_full_text": False}
         for text, written in zip(texts, write(texts, **options), strict=True):
             ids = tokenizer(text, return_tensors="pt").input_ids
             assert written[0]["generated_text"].split() == tokenizer.decode(generate(model, ids, new_tokens=30)[0]).split()

@@ -1,0 +1,201 @@
+"""The plan: how a call is cut, what is masked, and what it costs."""
+
+import pytest
+import torch
+from conftest import CACHE, assert_close, left_padded, logits_of, random_ids, tiny_llama
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_dynyarn import DynamicYaRNCache, attention, patch_llama
+from hf_dynyarn.attention import make_plan
+from hf_dynyarn.rope import YaRNSchedule
+
+SCHEDULE = YaRNSchedule(
+    head_dim=16, rope_theta=1e4, original_max_position_embeddings=32, rescale_every=8
+)
+
+
+def plan_for(length, cache=None, mask=None, position_ids=None, backend="sdpa", rows=1):
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    return make_plan(SCHEDULE, cache, ids, mask, position_ids, backend, False)
+
+
+def held(positions, packed=False):
+    cache = DynamicYaRNCache()
+    cache.commit(torch.tensor(positions), SCHEDULE, packed)
+    return cache
+
+
+def columns(plan):
+    return [(segment.start, segment.stop) for segment in plan.segments]
+
+
+class TestSegments:
+    def test_cut_where_the_scale_changes(self):
+        assert columns(plan_for(50)) == [(0, 32), (32, 40), (40, 48), (48, 50)]
+
+    def test_continue_where_the_cache_ends(self):
+        assert columns(plan_for(20, held([list(range(35))]))) == [(0, 5), (5, 13), (13, 20)]
+
+    def test_one_for_a_step(self):
+        assert columns(plan_for(1, held([list(range(40))]))) == [(0, 1)]
+
+    def test_cut_where_any_row_changes(self):
+        _, mask = left_padded([torch.zeros(40), torch.zeros(35)])
+        assert columns(plan_for(40, mask=mask, rows=2)) == [(0, 32), (32, 37), (37, 40)]
+
+    def test_padding_cuts_nothing(self):
+        mask = torch.ones(1, 60, dtype=torch.long)
+        mask[0, 35:45] = 0
+        cache = held([[*range(35)]])
+        assert columns(plan_for(25, cache, mask=mask)) == [(0, 15), (15, 23), (23, 25)]
+
+    def test_cut_where_a_document_starts_and_see_nothing_before(self):
+        positions = torch.tensor([[*range(34), *range(6)]])
+        plan = plan_for(40, position_ids=positions)
+        assert columns(plan) == [(0, 32), (32, 34), (34, 40)]
+        assert [segment.first for segment in plan.segments] == [0, 0, 34]
+
+    def test_of_one_length_for_the_whole_call_under_the_papers_rule(self):
+        schedule = YaRNSchedule(16, 1e4, 32, 8, per_forward=True)
+        ids = torch.zeros(1, 50, dtype=torch.long)
+        plan = make_plan(schedule, None, ids, None, None, "sdpa", False)
+        assert columns(plan) == [(0, 50)]
+
+
+class TestPositions:
+    def test_count_on_from_the_cache(self):
+        assert plan_for(3, held([[0, 1, 2, 3]])).positions[:, 4:].tolist() == [[4, 5, 6]]
+
+    def test_count_what_the_mask_shows(self):
+        mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+        assert plan_for(5, mask=mask, rows=2).positions.tolist() == [[-1, -1, 0, 1, 2], [0, 1, 2, 3, 4]]
+
+    def test_remember_padding_without_a_mask(self):
+        plan = plan_for(2, held([[-1, -1, 0, 1], [0, 1, 2, -1]]), rows=2)
+        assert plan.positions[:, 4:].tolist() == [[2, 3], [3, 4]]
+        assert plan.visible.tolist() == [[False, False, True, True, True, True], [True, True, True, False, True, True]]
+
+    def test_are_the_callers_where_given(self):
+        assert plan_for(3, position_ids=torch.tensor([[7, 8, 9]]), rows=2).positions.tolist() == [[7, 8, 9]] * 2
+
+    def test_any_integer_type_will_do(self):
+        positions = torch.tensor([[4, 5, 6]], dtype=torch.int32)
+        assert plan_for(3, held([[0, 1, 2, 3]]), position_ids=positions).positions.tolist() == [[0, 1, 2, 3, 4, 5, 6]]
+
+
+class TestMasks:
+    @pytest.mark.parametrize("past", [0, 40])
+    @pytest.mark.parametrize("padded", [True, False])
+    def test_say_who_sees_whom(self, past, padded):
+        """Rebuilt here key by key."""
+        mask = torch.ones(2, past + 9, dtype=torch.long)
+        if padded:
+            mask[0, :3] = 0
+        cache = held([list(range(past))] * 2) if past else None
+        plan = plan_for(9, cache, mask=mask, rows=2)
+        got = plan.mask(2, 7, 0, torch.device("cpu")).expand(2, 1, 5, past + 7)
+        for row in range(2):
+            for query in range(5):
+                for key in range(past + 7):
+                    own = past + 2 + query
+                    sees = key == own or (key < own and bool(mask[row, key]))
+                    assert got[row, 0, query, key].item() == sees
+
+    def test_none_for_a_step_or_a_first_call(self, masks_built):
+        model = tiny_llama()
+        patch_llama(model)
+        cache = DynamicYaRNCache()
+        logits_of(model, random_ids(32), cache)
+        for _ in range(5):
+            logits_of(model, random_ids(1), cache, attention_mask=torch.ones(1, cache.get_seq_length() + 1))
+        assert masks_built == []
+
+    def test_none_for_packed_documents_of_one_row(self, masks_built):
+        model = tiny_llama()
+        patch_llama(model)
+        positions = torch.tensor([[*range(30), *range(20), *range(32)]])
+        logits_of(model, random_ids(82), position_ids=positions)
+        assert masks_built == []
+
+    def test_never_for_the_whole_call(self, masks_built, monkeypatch):
+        monkeypatch.setattr(attention, "TILE", 16)
+        model = tiny_llama()
+        ids = random_ids(200)
+        patch_llama(model, rescale_every=64)
+        cache = DynamicYaRNCache()
+        logits = [logits_of(model, ids[:, :3], cache), logits_of(model, ids[:, 3:], cache)]
+        assert max(shape[2] for shape in masks_built) == 16
+        assert_close(torch.cat(logits, 1), logits_of(model, ids, use_cache=False))
+
+    def test_no_stock_mask_is_built(self, monkeypatch):
+        """At 32k tokens that alone would take a gigabyte."""
+        from transformers import masking_utils
+
+        def refuse(*args, **kwargs):
+            raise AssertionError("a stock mask was built")
+
+        for name in ("sdpa", "eager"):
+            monkeypatch.setitem(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, refuse)
+        model = tiny_llama()
+        patch_llama(model)
+        cache = DynamicYaRNCache()
+        ids, mask = left_padded([random_ids(9)[0], random_ids(40)[0]])
+        logits_of(model, ids, cache, attention_mask=mask)
+        logits_of(model, random_ids(4, rows=2), cache)
+
+
+@pytest.fixture
+def masks_built(monkeypatch):
+    """Shapes of the masks that were built."""
+    shapes, build = [], attention.AttentionPlan.mask
+
+    def recorded(self, *args):
+        mask = build(self, *args)
+        shapes.append(tuple(mask.shape))
+        return mask
+
+    monkeypatch.setattr(attention.AttentionPlan, "mask", recorded)
+    return shapes
+
+
+class Reads(TorchDispatchMode):
+    """Counts what would synchronise with a device: reading a value, or finding where something is not zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+            torch.ops.aten.is_nonzero.default,
+        ):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+class TestCost:
+    def reads(self, layers, patched, **kwargs):
+        model = tiny_llama(num_hidden_layers=layers)
+        if patched:
+            patch_llama(model)
+        with Reads() as reads, torch.no_grad():
+            model(random_ids(50, rows=2), **kwargs)
+        return reads.count
+
+    @pytest.mark.parametrize("masked", [True, False])
+    def test_no_layer_reads_a_value_from_its_device(self, masked):
+        kwargs = {"attention_mask": left_padded([torch.zeros(9), torch.zeros(50)])[1]} if masked else {}
+        assert self.reads(1, True, **kwargs) == self.reads(4, True, **kwargs)
+
+    def test_tables_are_made_once_for_all_layers(self, monkeypatch):
+        made, build = [], attention.rotary_tables
+        monkeypatch.setattr(attention, "rotary_tables", lambda *args: made.append(1) or build(*args))
+        model = tiny_llama()
+        patch_llama(model)
+        cache = DynamicYaRNCache()
+        logits_of(model, random_ids(32), cache)
+        assert len(made) == 1
+        model(random_ids(1), **{CACHE: cache})
+        assert len(made) == 2

@@ -1,0 +1,151 @@
+"""The flash path through the real flash-attn package, which computes on the CPU by its own reference.
+
+transformers takes flash-attn for unavailable without a GPU: only that check is patched, so its own unpadding and its own
+calls run as they are. It computes in half precision, and its error is measured against that of the stock model.
+"""
+
+import flash_attn
+import pytest
+import torch
+from conftest import VOCABULARY, left_padded, logits_of, random_ids, tiny_llama
+from flash_attn import flash_attn_interface
+from transformers import modeling_flash_attention_utils
+
+from hf_dynyarn import DynamicYaRNCache, patch_llama, unpatch_llama
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cpu_kernels():
+    """Lets the package's two custom ops run on the CPU, where they go to the reference backend."""
+    for op in (flash_attn_interface._flash_attn_forward, flash_attn_interface._flash_attn_varlen_forward):
+        op.register_kernel("cpu")(op._init_fn)
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """Makes flash-attn available to transformers; returns the names of its functions that were called."""
+    made = []
+
+    def counted(name):
+        function = getattr(flash_attn, name)
+
+        def call(*args, **kwargs):
+            made.append(name)
+            return function(*args, **kwargs)
+
+        call.__signature__ = __import__("inspect").signature(function)
+        return call
+
+    for name in ("flash_attn_func", "flash_attn_varlen_func"):
+        monkeypatch.setattr(flash_attn, name, counted(name))
+    monkeypatch.setattr(modeling_flash_attention_utils, "is_flash_attn_2_available", lambda *a, **k: True)
+    for name in ("_flash_fn", "_flash_varlen_fn", "_pad_fn", "_unpad_fn", "_process_flash_kwargs_fn"):
+        monkeypatch.setattr(modeling_flash_attention_utils, name, None)
+    if hasattr(modeling_flash_attention_utils, "_loaded_implementation"):
+        monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
+    return made
+
+
+@pytest.fixture
+def model():
+    model = tiny_llama(dtype=torch.float16).half()
+    model.config._attn_implementation = "flash_attention_2"
+    return model
+
+
+@pytest.fixture
+def twin():
+    """The same weights, patched, in float64 and with sdpa: what flash should come to."""
+    twin = tiny_llama().half().double()
+    patch_llama(twin, rescale_every=7)
+    return twin
+
+
+@pytest.fixture
+def bound(model):
+    """1.5 times the error of the stock model with flash, on a text as long as the tests' own."""
+    ids = random_ids(90)
+    exact = logits_of(tiny_llama().half().double(), ids)
+    return 1.5 * (logits_of(model, ids).double() - exact).abs().max().item()
+
+
+def assert_within(actual, expected, bound):
+    assert actual.shape[-1] == VOCABULARY
+    assert (actual.double() - expected).abs().max().item() <= bound
+
+
+def test_one_call_over_many_buckets(model, twin, bound, calls):
+    ids = random_ids(90, rows=2)
+    patch_llama(model, rescale_every=7)
+    calls.clear()
+    assert_within(logits_of(model, ids), logits_of(twin, ids), bound)
+    assert set(calls) == {"flash_attn_func"}
+
+
+@pytest.mark.parametrize("sizes", [1, 20, [50, 40]], ids=str)
+def test_chunks_and_steps(model, twin, bound, calls, sizes):
+    ids = random_ids(90)
+    patch_llama(model, rescale_every=7)
+    cache, calls[:] = DynamicYaRNCache(), []
+    logits = torch.cat([logits_of(model, chunk, cache) for chunk in ids.split(sizes, 1)], 1)
+    assert_within(logits, logits_of(twin, ids), bound)
+    assert set(calls) == {"flash_attn_func"}
+
+
+def test_a_padded_batch_and_its_second_turn(model, twin, bound, calls):
+    first = [random_ids(length, seed=length)[0] for length in (20, 60, 41)]
+    second = [random_ids(length, seed=length)[0] for length in (9, 2, 14)]
+    ids, mask = left_padded(first)
+    patch_llama(model, rescale_every=7)
+    cache, calls[:] = DynamicYaRNCache(), []
+    logits = logits_of(model, ids, cache, attention_mask=mask)
+    more, more_mask = left_padded(second)
+    again = logits_of(model, more, cache, attention_mask=torch.cat((mask, more_mask), 1))
+    step = random_ids(1, rows=3, seed=7)
+    full = torch.nn.functional.pad(torch.cat((mask, more_mask), 1), (0, 1), value=1)
+    last = logits_of(model, step, cache, attention_mask=full)
+    for row in range(3):
+        solo = logits_of(twin, torch.cat((first[row], second[row], step[row]))[None])[0]
+        ours = torch.cat((logits[row][mask[row].bool()], again[row][more_mask[row].bool()], last[row]))
+        assert_within(ours, solo, bound)
+    assert "flash_attn_varlen_func" in calls
+
+
+def test_packed_documents(model, twin, bound):
+    lengths = (40, 5, 60)
+    ids = random_ids(105)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    patch_llama(model, rescale_every=7)
+    solo = torch.cat([logits_of(twin, document) for document in ids.split(lengths, 1)], 1)
+    assert_within(logits_of(model, ids, position_ids=positions, use_cache=False), solo, bound)
+
+
+def test_teeth(model, twin, bound):
+    """A wrong step of the scale is far outside the bound."""
+    ids = random_ids(90)
+    patch_llama(model, rescale_every=50)
+    assert (logits_of(model, ids).double() - logits_of(twin, ids)).abs().max().item() > 5 * bound
+
+
+def test_setting_flash_on_a_patched_model(twin, model, bound):
+    model.config._attn_implementation = "sdpa"
+    patch_llama(model, rescale_every=7)
+    model.config._attn_implementation = "flash_attention_2"
+    ids = random_ids(60)
+    assert_within(logits_of(model, ids), logits_of(twin, ids), bound)
+    unpatch_llama(model)
+    assert model.config._attn_implementation == "flash_attention_2"
+
+
+class TestRefused:
+    def test_a_mask_of_the_caller(self, model):
+        patch_llama(model)
+        mask = torch.ones(1, 1, 40, 40).tril().bool()
+        with pytest.raises(ValueError, match=r"flash_attention_2 can follow.*got a 4-D attention_mask"):
+            logits_of(model, random_ids(40), attention_mask=mask)
+
+    def test_rows_packed_differently(self, model):
+        patch_llama(model)
+        positions = torch.tensor([[*range(30), *range(10)], [*range(10), *range(30)]])
+        with pytest.raises(ValueError, match=r"got packed documents in several rows"):
+            logits_of(model, random_ids(40, rows=2), position_ids=positions)
