@@ -71,6 +71,9 @@ def main(arguments: argparse.Namespace) -> None:
         f"{folder}\nwindow {window} tokens, text {ids.shape[1]} tokens, {model.dtype} on {device}\n"
     )
 
+    if ids.shape[1] <= window:
+        print("The text ends within the window: nothing will be stretched.\n")
+
     @torch.inference_mode()
     def read(
         chunk: torch.Tensor, targets: torch.Tensor, cache: DynamicCache | DynamicYaRNCache

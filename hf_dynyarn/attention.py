@@ -159,7 +159,9 @@ def make_plan(
     """
     batch, length = inputs.shape[:2]
     if batch == 0 or length == 0:
-        raise ValueError(f"a call must have at least one row and at least one token, got {(batch, length)}.")
+        raise ValueError(
+            f"a call must have at least one row and at least one token, got {(batch, length)}."
+        )
     held = torch.empty((batch, 0), dtype=torch.long, device=inputs.device)
     if cache is not None and cache.positions is not None:
         held = cache.positions.to(inputs.device)

@@ -19,7 +19,11 @@ WINDOW = 32
 VOCABULARY = 97
 
 # The name that the installed transformers gives to a cache.
-CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+CACHE = (
+    "cache"
+    if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
+    else "past_key_values"
+)
 
 # Largest difference of two float32 computations of the same logits; logits here are about 2 in size.
 ROUNDING = 2e-5
@@ -49,7 +53,9 @@ def tiny_llama(seed=0, attn_implementation="sdpa", **changes):
     config._attn_implementation = attn_implementation
     model = LlamaForCausalLM(config).eval()
     model.generation_config.pad_token_id = 0
-    model.generation_config.eos_token_id = -1  # never drawn, so that every text has the length asked for
+    model.generation_config.eos_token_id = (
+        -1
+    )  # never drawn, so that every text has the length asked for
     return model
 
 
@@ -71,7 +77,9 @@ def generate(model, ids, cache=None, new_tokens=40, **kwargs):
     if cache is not None:
         kwargs[CACHE] = cache
     if ids is not None:
-        kwargs.setdefault("attention_mask", torch.ones_like(ids))  # not guessed from tokens that look like padding
+        kwargs.setdefault(
+            "attention_mask", torch.ones_like(ids)
+        )  # not guessed from tokens that look like padding
     output = model.generate(ids, max_new_tokens=new_tokens, **{"do_sample": False, **kwargs})
     return output[:, 0 if ids is None else ids.shape[1] :]
 
@@ -85,7 +93,9 @@ def left_padded(rows):
 
 
 def assert_close(actual, expected, tolerance=ROUNDING):
-    difference = (torch.as_tensor(actual).double() - torch.as_tensor(expected).double()).abs().max().item()
+    difference = (
+        (torch.as_tensor(actual).double() - torch.as_tensor(expected).double()).abs().max().item()
+    )
     assert difference <= tolerance, f"largest difference {difference:.2e} > {tolerance:.0e}"
 
 

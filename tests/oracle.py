@@ -70,7 +70,9 @@ def llama_logits(
     weights = {name: w.detach().double().numpy() for name, w in model.state_dict().items()}
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    rope = getattr(config, "rope_parameters", None) or {"rope_theta": getattr(config, "rope_theta", None)}
+    rope = getattr(config, "rope_parameters", None) or {
+        "rope_theta": getattr(config, "rope_theta", None)
+    }
     base = rope["rope_theta"]
     count = len(tokens)
     positions = np.arange(count) if positions is None else np.asarray(positions)
@@ -91,7 +93,9 @@ def llama_logits(
         normed = norm(hidden, weights[prefix + "input_layernorm.weight"])
         query = split(normed @ weights[prefix + "self_attn.q_proj.weight"].T, heads)
         key = split(normed @ weights[prefix + "self_attn.k_proj.weight"].T, kv_heads)
-        value = (normed @ weights[prefix + "self_attn.v_proj.weight"].T).reshape(count, kv_heads, dim)
+        value = (normed @ weights[prefix + "self_attn.v_proj.weight"].T).reshape(
+            count, kv_heads, dim
+        )
         attended = np.zeros((count, heads, dim))
         for i in range(count):
             freq = frequencies(scales[i], dim, base, window, **ramp)
@@ -104,9 +108,13 @@ def llama_logits(
                 score = (turned[:, group].conj() * mine).sum(-1).real / math.sqrt(dim)
                 weight = np.exp(score - score.max())
                 attended[i, head] = (weight / weight.sum()) @ value[seen, group]
-        hidden = hidden + attended.reshape(count, -1) @ weights[prefix + "self_attn.o_proj.weight"].T
+        hidden = (
+            hidden + attended.reshape(count, -1) @ weights[prefix + "self_attn.o_proj.weight"].T
+        )
         normed = norm(hidden, weights[prefix + "post_attention_layernorm.weight"])
         gate = normed @ weights[prefix + "mlp.gate_proj.weight"].T
         up = normed @ weights[prefix + "mlp.up_proj.weight"].T
-        hidden = hidden + (gate / (1 + np.exp(-gate)) * up) @ weights[prefix + "mlp.down_proj.weight"].T
+        hidden = (
+            hidden + (gate / (1 + np.exp(-gate)) * up) @ weights[prefix + "mlp.down_proj.weight"].T
+        )
     return norm(hidden, weights["model.norm.weight"]) @ weights["lm_head.weight"].T

@@ -68,19 +68,30 @@ class TestPositions:
 
     def test_count_what_the_mask_shows(self):
         mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-        assert plan_for(5, mask=mask, rows=2).positions.tolist() == [[-1, -1, 0, 1, 2], [0, 1, 2, 3, 4]]
+        assert plan_for(5, mask=mask, rows=2).positions.tolist() == [
+            [-1, -1, 0, 1, 2],
+            [0, 1, 2, 3, 4],
+        ]
 
     def test_remember_padding_without_a_mask(self):
         plan = plan_for(2, held([[-1, -1, 0, 1], [0, 1, 2, -1]]), rows=2)
         assert plan.positions[:, 4:].tolist() == [[2, 3], [3, 4]]
-        assert plan.visible.tolist() == [[False, False, True, True, True, True], [True, True, True, False, True, True]]
+        assert plan.visible.tolist() == [
+            [False, False, True, True, True, True],
+            [True, True, True, False, True, True],
+        ]
 
     def test_are_the_callers_where_given(self):
-        assert plan_for(3, position_ids=torch.tensor([[7, 8, 9]]), rows=2).positions.tolist() == [[7, 8, 9]] * 2
+        assert (
+            plan_for(3, position_ids=torch.tensor([[7, 8, 9]]), rows=2).positions.tolist()
+            == [[7, 8, 9]] * 2
+        )
 
     def test_any_integer_type_will_do(self):
         positions = torch.tensor([[4, 5, 6]], dtype=torch.int32)
-        assert plan_for(3, held([[0, 1, 2, 3]]), position_ids=positions).positions.tolist() == [[0, 1, 2, 3, 4, 5, 6]]
+        assert plan_for(3, held([[0, 1, 2, 3]]), position_ids=positions).positions.tolist() == [
+            [0, 1, 2, 3, 4, 5, 6]
+        ]
 
 
 class TestMasks:
@@ -107,7 +118,12 @@ class TestMasks:
         cache = DynamicYaRNCache()
         logits_of(model, random_ids(32), cache)
         for _ in range(5):
-            logits_of(model, random_ids(1), cache, attention_mask=torch.ones(1, cache.get_seq_length() + 1))
+            logits_of(
+                model,
+                random_ids(1),
+                cache,
+                attention_mask=torch.ones(1, cache.get_seq_length() + 1),
+            )
         assert masks_built == []
 
     def test_none_for_packed_documents_of_one_row(self, masks_built):
@@ -135,7 +151,9 @@ class TestMasks:
             raise AssertionError("a stock mask was built")
 
         for name in ("sdpa", "eager"):
-            monkeypatch.setitem(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, refuse)
+            monkeypatch.setitem(
+                masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, refuse
+            )
         model = tiny_llama()
         patch_llama(model)
         cache = DynamicYaRNCache()
@@ -186,12 +204,16 @@ class TestCost:
 
     @pytest.mark.parametrize("masked", [True, False])
     def test_no_layer_reads_a_value_from_its_device(self, masked):
-        kwargs = {"attention_mask": left_padded([torch.zeros(9), torch.zeros(50)])[1]} if masked else {}
+        kwargs = (
+            {"attention_mask": left_padded([torch.zeros(9), torch.zeros(50)])[1]} if masked else {}
+        )
         assert self.reads(1, True, **kwargs) == self.reads(4, True, **kwargs)
 
     def test_tables_are_made_once_for_all_layers(self, monkeypatch):
         made, build = [], attention.rotary_tables
-        monkeypatch.setattr(attention, "rotary_tables", lambda *args: made.append(1) or build(*args))
+        monkeypatch.setattr(
+            attention, "rotary_tables", lambda *args: made.append(1) or build(*args)
+        )
         model = tiny_llama()
         patch_llama(model)
         cache = DynamicYaRNCache()

@@ -17,7 +17,10 @@ from hf_dynyarn import DynamicYaRNCache, patch_llama, unpatch_llama
 @pytest.fixture(scope="module", autouse=True)
 def cpu_kernels():
     """Lets the package's two custom ops run on the CPU, where they go to the reference backend."""
-    for op in (flash_attn_interface._flash_attn_forward, flash_attn_interface._flash_attn_varlen_forward):
+    for op in (
+        flash_attn_interface._flash_attn_forward,
+        flash_attn_interface._flash_attn_varlen_forward,
+    ):
         op.register_kernel("cpu")(op._init_fn)
 
 
@@ -38,8 +41,16 @@ def calls(monkeypatch):
 
     for name in ("flash_attn_func", "flash_attn_varlen_func"):
         monkeypatch.setattr(flash_attn, name, counted(name))
-    monkeypatch.setattr(modeling_flash_attention_utils, "is_flash_attn_2_available", lambda *a, **k: True)
-    for name in ("_flash_fn", "_flash_varlen_fn", "_pad_fn", "_unpad_fn", "_process_flash_kwargs_fn"):
+    monkeypatch.setattr(
+        modeling_flash_attention_utils, "is_flash_attn_2_available", lambda *a, **k: True
+    )
+    for name in (
+        "_flash_fn",
+        "_flash_varlen_fn",
+        "_pad_fn",
+        "_unpad_fn",
+        "_process_flash_kwargs_fn",
+    ):
         monkeypatch.setattr(modeling_flash_attention_utils, name, None)
     if hasattr(modeling_flash_attention_utils, "_loaded_implementation"):
         monkeypatch.setattr(modeling_flash_attention_utils, "_loaded_implementation", None)
@@ -106,7 +117,9 @@ def test_a_padded_batch_and_its_second_turn(model, twin, bound, calls):
     last = logits_of(model, step, cache, attention_mask=full)
     for row in range(3):
         solo = logits_of(twin, torch.cat((first[row], second[row], step[row]))[None])[0]
-        ours = torch.cat((logits[row][mask[row].bool()], again[row][more_mask[row].bool()], last[row]))
+        ours = torch.cat(
+            (logits[row][mask[row].bool()], again[row][more_mask[row].bool()], last[row])
+        )
         assert_within(ours, solo, bound)
     assert "flash_attn_varlen_func" in calls
 
@@ -141,7 +154,9 @@ class TestRefused:
     def test_a_mask_of_the_caller(self, model):
         patch_llama(model)
         mask = torch.ones(1, 1, 40, 40).tril().bool()
-        with pytest.raises(ValueError, match=r"flash_attention_2 can follow.*got a 4-D attention_mask"):
+        with pytest.raises(
+            ValueError, match=r"flash_attention_2 can follow.*got a 4-D attention_mask"
+        ):
             logits_of(model, random_ids(40), attention_mask=mask)
 
     def test_rows_packed_differently(self, model):

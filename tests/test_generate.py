@@ -29,7 +29,9 @@ STEPS = [1, 7, None]  # None: the default, 1 for a window of 32
 def in_chunks(model, ids, sizes, cache=None, **kwargs):
     """Logits of all of `ids`, fed to one cache in chunks of these sizes."""
     cache = DynamicYaRNCache() if cache is None else cache
-    return torch.cat([logits_of(model, chunk, cache, **kwargs) for chunk in ids.split(sizes, dim=1)], 1)
+    return torch.cat(
+        [logits_of(model, chunk, cache, **kwargs) for chunk in ids.split(sizes, dim=1)], 1
+    )
 
 
 def greedy_by_oracle(model, prompt, new_tokens, step):
@@ -115,7 +117,9 @@ def stale_logits(model, ids):
             return own  # the query
         fresh = own[:, :, -1:]
         layer = len(scale_of_key) % model.config.num_hidden_layers
-        held = [fresh] if len(scale_of_key) < model.config.num_hidden_layers else [stale[layer], fresh]
+        held = (
+            [fresh] if len(scale_of_key) < model.config.num_hidden_layers else [stale[layer], fresh]
+        )
         scale_of_key.append(None)
         stale[layer] = torch.cat(held, 2)
         return stale[layer]
@@ -223,7 +227,9 @@ class TestDecoding:
     def test_assistant_model(self, model, assistant_is_patched):
         assistant = copy.deepcopy(model)
         with torch.no_grad():
-            for weight in assistant.parameters():  # a model that is often, not always, of the same mind
+            for (
+                weight
+            ) in assistant.parameters():  # a model that is often, not always, of the same mind
                 weight.add_(torch.randn_like(weight) * 0.003)
         prompt = random_ids(25)
         patch_llama(model)
@@ -303,7 +309,10 @@ class TestBatches:
         patch_llama(model, rescale_every=7)
         ids, mask = left_padded(self.rows())
         if side == "right":
-            ids, mask = [torch.stack([x.roll(n) for x, n in zip(y, self.LENGTHS, strict=True)]) for y in (ids, mask)]
+            ids, mask = [
+                torch.stack([x.roll(n) for x, n in zip(y, self.LENGTHS, strict=True)])
+                for y in (ids, mask)
+            ]
         kwargs = {"attention_mask": mask}
         if with_position_ids:
             kwargs["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
@@ -391,7 +400,10 @@ class TestPacked:
         other = torch.cat([self.documents()[index] for index in (2, 3, 0, 1)], 1)
         others = torch.cat([torch.arange(self.LENGTHS[index]) for index in (2, 3, 0, 1)])[None]
         logits = logits_of(
-            model, torch.cat((one, other)), position_ids=torch.cat((positions, others)), use_cache=False
+            model,
+            torch.cat((one, other)),
+            position_ids=torch.cat((positions, others)),
+            use_cache=False,
         )
         assert_close(logits[0], self.solo(model)[0])
         assert_close(logits[1, :60], logits_of(model, self.documents()[2])[0])
@@ -415,14 +427,18 @@ class TestPacked:
         logits_of(model, ids[:, :-1], cache, position_ids=positions[:, :-1])
         more = random_ids(6, seed=8)
         whole = torch.cat((self.documents()[2], more), 1)
-        assert_close(logits_of(model, more, cache), logits_of(model, whole, use_cache=False)[:, 60:])
+        assert_close(
+            logits_of(model, more, cache), logits_of(model, whole, use_cache=False)[:, 60:]
+        )
 
     def test_generate_on_packed_documents_is_refused(self, model):
         patch_llama(model)
         ids, positions = self.packed()
         cache = DynamicYaRNCache()
         logits_of(model, ids, cache, position_ids=positions)
-        with pytest.raises(ValueError, match="position_ids must go on|packed documents must be continued"):
+        with pytest.raises(
+            ValueError, match="position_ids must go on|packed documents must be continued"
+        ):
             generate(model, torch.cat((ids, ids[:, :1]), 1), cache)
         assert_close(
             logits_of(model, ids[:, :3], cache, position_ids=torch.arange(3)[None]),
@@ -549,7 +565,9 @@ class TestCacheOperations:
         self.assert_holds(cache, patched, random_ids(60, rows=2)[:, :0])
 
     @pytest.mark.parametrize(
-        "copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))], ids=["deepcopy", "pickle"]
+        "copied",
+        [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))],
+        ids=["deepcopy", "pickle"],
     )
     def test_copies_go_their_own_ways(self, patched, copied):
         ids = random_ids(60)
@@ -600,7 +618,9 @@ class TestSeveralAtOnce:
 def tokenizer():
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w1"))
+    words = Tokenizer(
+        models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w1")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left")
 
@@ -619,7 +639,10 @@ class TestTools:
         options = {"max_new_tokens": 30, "do_sample": False, "return_full_text": False}
         for text, written in zip(texts, write(texts, **options), strict=True):
             ids = tokenizer(text, return_tensors="pt").input_ids
-            assert written[0]["generated_text"].split() == tokenizer.decode(generate(model, ids, new_tokens=30)[0]).split()
+            assert (
+                written[0]["generated_text"].split()
+                == tokenizer.decode(generate(model, ids, new_tokens=30)[0]).split()
+            )
 
     def test_attentions(self):
         """Eager attention returns the weights, over all keys and with rows that add up to one."""

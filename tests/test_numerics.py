@@ -114,7 +114,11 @@ class TestGradients:
         cache = DynamicYaRNCache()
         model(IDS[:, :50], **{CACHE: cache})
         model(IDS[:, 50:], **{CACHE: cache}).logits.square().sum().backward()
-        assert_close(model.model.layers[0].self_attn.k_proj.weight.grad / expected.abs().max(), expected / expected.abs().max(), 1e-10)
+        assert_close(
+            model.model.layers[0].self_attn.k_proj.weight.grad / expected.abs().max(),
+            expected / expected.abs().max(),
+            1e-10,
+        )
 
     def test_a_step_of_training_on_packed_rows(self):
         """The loss of packed documents is the loss of each by itself."""

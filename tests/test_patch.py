@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import inspect
 import json
 import logging
 import pickle
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ from transformers import (
     StaticCache,
 )
 
-from hf_dynyarn import DynamicYaRNCache, DynamicYaRNConfig, patch_llama, unpatch_llama
+from hf_dynyarn import DynamicYaRNCache, DynamicYaRNConfig, patch, patch_llama, unpatch_llama
 
 LONG = random_ids(70)
 
@@ -46,7 +46,9 @@ def is_patched(model):
     """Whether the model stretches: past the window its logits are not those of its stock twin."""
     twin = copy.deepcopy(model)
     unpatch_llama(twin)
-    return not torch.equal(logits_of(model, LONG, use_cache=False), logits_of(twin, LONG, use_cache=False))
+    return not torch.equal(
+        logits_of(model, LONG, use_cache=False), logits_of(twin, LONG, use_cache=False)
+    )
 
 
 class TestOneModel:
@@ -109,7 +111,9 @@ class TestOneModel:
         logits_of(other, LONG, other_cache)
         assert type(other_cache) is DynamicCache
 
-    @pytest.mark.parametrize("wrap", [lambda model: model.model, nn.Sequential], ids=["decoder", "wrapper"])
+    @pytest.mark.parametrize(
+        "wrap", [lambda model: model.model, nn.Sequential], ids=["decoder", "wrapper"]
+    )
     def test_takes_the_decoder_or_a_wrapper(self, model, wrap):
         patch_llama(wrap(model))
         assert is_patched(model)
@@ -170,10 +174,16 @@ def traces(model):
         "modules": [(name, type(module)) for name, module in model.named_modules()],
         "attributes": [sorted(module.__dict__) for module in model.modules()],
         "hooks": [
-            (len(module._forward_pre_hooks), len(module._forward_hooks), len(module._forward_hooks_with_kwargs))
+            (
+                len(module._forward_pre_hooks),
+                len(module._forward_hooks),
+                len(module._forward_hooks_with_kwargs),
+            )
             for module in model.modules()
         ],
-        "configs": [module.config is model.config for module in model.modules() if hasattr(module, "config")],
+        "configs": [
+            module.config is model.config for module in model.modules() if hasattr(module, "config")
+        ],
         "attention": model.config._attn_implementation,
         "state": list(model.state_dict()),
         "class": "__call__" in vars(LlamaModel),
@@ -255,7 +265,10 @@ class TestClassWide:
     def test_first_calls_from_two_threads(self):
         model, results = tiny_llama(), []
         patch_llama()
-        threads = [threading.Thread(target=lambda: results.append(logits_of(model, LONG))) for _ in range(4)]
+        threads = [
+            threading.Thread(target=lambda: results.append(logits_of(model, LONG)))
+            for _ in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -276,7 +289,10 @@ class TestSavingAndLoading:
         patch_llama(model)
         assert list(model.state_dict()) == list(tiny_llama().state_dict())
         model.save_pretrained(tmp_path / "patched")
-        saved = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("stock", "patched")]
+        saved = [
+            json.loads((tmp_path / name / "config.json").read_text())
+            for name in ("stock", "patched")
+        ]
         assert saved[0] == saved[1]
         assert "dynamic_yarn" not in (tmp_path / "patched" / "config.json").read_text()
 
@@ -309,8 +325,15 @@ class TestSavingAndLoading:
         model.save_pretrained(tmp_path / "model")
         patch_llama(model)
         expected = generate(model, LONG)
-        places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-        places |= {f"model.layers.{index}": place for index, place in enumerate(("cpu", "disk", "cpu"))}
+        places = {
+            "model.embed_tokens": "cpu",
+            "model.norm": "cpu",
+            "model.rotary_emb": "cpu",
+            "lm_head": "cpu",
+        }
+        places |= {
+            f"model.layers.{index}": place for index, place in enumerate(("cpu", "disk", "cpu"))
+        }
         loaded = AutoModelForCausalLM.from_pretrained(
             tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload"
         )
@@ -341,7 +364,9 @@ class TestAttentionImplementation:
             assert_close(logits_of(model, LONG), expected)
         unpatch_llama(model)
         assert model.config._attn_implementation == "eager"
-        assert torch.equal(logits_of(model, LONG), logits_of(tiny_llama(attn_implementation="eager"), LONG))
+        assert torch.equal(
+            logits_of(model, LONG), logits_of(tiny_llama(attn_implementation="eager"), LONG)
+        )
 
     @pytest.mark.parametrize("name", ["eager", "sdpa"])
     def test_reads_as_before(self, name):
@@ -349,7 +374,11 @@ class TestAttentionImplementation:
         handle = patch_llama(model)
         assert model.config._attn_implementation == name
         handle.remove()
-        assert {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")} == {name}
+        assert {
+            module.config._attn_implementation
+            for module in model.modules()
+            if hasattr(module, "config")
+        } == {name}
 
     def test_the_backend_that_is_named_is_the_one_that_runs(self, model, monkeypatch):
         """Otherwise the tests of one backend could pass on another."""
@@ -357,7 +386,9 @@ class TestAttentionImplementation:
         calls = []
         stock = nn.functional.scaled_dot_product_attention
         monkeypatch.setattr(
-            nn.functional, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or stock(*a, **k)
+            nn.functional,
+            "scaled_dot_product_attention",
+            lambda *a, **k: calls.append(1) or stock(*a, **k),
         )
         logits_of(model, LONG)
         assert calls
@@ -369,7 +400,9 @@ class TestAttentionImplementation:
     def test_flex_attention_is_refused_by_name(self, model):
         patch_llama(model)
         model.config._attn_implementation = "flex_attention"
-        with pytest.raises(ValueError, match=r"eager, sdpa or a flash attention, got 'flex_attention'"):
+        with pytest.raises(
+            ValueError, match=r"eager, sdpa or a flash attention, got 'flex_attention'"
+        ):
             logits_of(model, LONG)
         other = tiny_llama()
         other.config._attn_implementation = "flex_attention"
@@ -415,15 +448,26 @@ class TestRefusedModels:
         assert traces(model) == before
 
     def test_mscale(self):
-        rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 0.7}
+        rope = {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "mscale": 0.7,
+        }
         with pytest.raises(ValueError, match=r"\['mscale'\] of the model must be None, got 0.7"):
             patch_llama(tiny_llama(rope_scaling=rope))
 
     def test_another_family(self):
         config = Qwen2Config(
-            hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=97
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            vocab_size=97,
         )
-        with pytest.raises(TypeError, match=r"\('llama',\), got Qwen2ForCausalLM of model_type 'qwen2'"):
+        with pytest.raises(
+            TypeError, match=r"\('llama',\), got Qwen2ForCausalLM of model_type 'qwen2'"
+        ):
             patch_llama(Qwen2ForCausalLM(config))
 
     def test_not_a_model(self):
@@ -441,12 +485,16 @@ class TestRefusedModels:
         with pytest.raises(ValueError, match="must be causal"):
             patch_llama(model)
 
-    def test_a_config_written_by_a_newer_transformers(self, model):
-        if "rope_theta" not in inspect.signature(type(model.config).__init__).parameters:
-            pytest.skip("only transformers 4 reads rope_theta")
-        model.config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
-        with pytest.raises(ValueError, match="rope_parameters"):
-            patch_llama(model)
+    def test_a_config_written_by_a_newer_transformers(self, monkeypatch):
+        """transformers 4 reads rope_theta alone, and would take its default for what rope_parameters say."""
+        monkeypatch.setattr(patch, "TRANSFORMERS_MAJOR", 4)
+        config = SimpleNamespace(
+            rope_theta=1e4,
+            rope_scaling=None,
+            rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+        )
+        with pytest.raises(ValueError, match=r"rope_parameters=.*Upgrade to transformers 5"):
+            patch.resolve_schedule(config, DynamicYaRNConfig())
 
 
 class TestRefusedOptions:
@@ -571,7 +619,9 @@ class TestAFailedCallLeavesTheCacheAsItWas:
     def test_another_batch(self, case):
         model, cache = case
         if cache.get_seq_length():
-            with pytest.raises(ValueError, match=r"batch size of the cache, 1, got 2.*batch_repeat_interleave"):
+            with pytest.raises(
+                ValueError, match=r"batch size of the cache, 1, got 2.*batch_repeat_interleave"
+            ):
                 logits_of(model, random_ids(3, rows=2), cache)
 
     def test_another_dtype(self, case):
@@ -592,10 +642,18 @@ class TestAFailedCallLeavesTheCacheAsItWas:
     @pytest.mark.parametrize(
         ("kwargs", "error", "match"),
         [
-            ({"attention_mask": torch.ones(1, 2)}, ValueError, r"attention_mask must be .* got \(1, 2\)"),
+            (
+                {"attention_mask": torch.ones(1, 2)},
+                ValueError,
+                r"attention_mask must be .* got \(1, 2\)",
+            ),
             ({"attention_mask": torch.ones(1, 1, 2, 2)}, ValueError, "attention_mask must be"),
             ({"attention_mask": [[1, 1, 1]]}, TypeError, "attention_mask must be a torch.Tensor"),
-            ({"position_ids": torch.zeros(1, 2).long()}, ValueError, r"position_ids must be .* got \(1, 2\)"),
+            (
+                {"position_ids": torch.zeros(1, 2).long()},
+                ValueError,
+                r"position_ids must be .* got \(1, 2\)",
+            ),
             ({"position_ids": torch.zeros(1, 3)}, TypeError, "position_ids must be an integer"),
             ({"position_ids": torch.tensor([[-3, -2, -1]])}, ValueError, "position_ids must"),
         ],
@@ -615,7 +673,9 @@ class TestAFailedCallLeavesTheCacheAsItWas:
     def test_positions_that_leave_a_gap(self, case):
         model, cache = case
         if cache.get_seq_length():
-            with pytest.raises(ValueError, match=r"go on from the tokens in the cache, at \[50\].* got \[53\]"):
+            with pytest.raises(
+                ValueError, match=r"go on from the tokens in the cache, at \[50\].* got \[53\]"
+            ):
                 logits_of(model, LONG[:, :1], cache, position_ids=torch.tensor([[53]]))
 
     @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -668,7 +728,9 @@ class TestRefusedCalls:
         positions = torch.arange(3)[None]
         with pytest.raises(ValueError, match="must be called by its patched decoder"):
             model.model.layers[0](
-                hidden, position_ids=positions, position_embeddings=model.model.rotary_emb(hidden, positions)
+                hidden,
+                position_ids=positions,
+                position_embeddings=model.model.rotary_emb(hidden, positions),
             )
 
     def test_forward_instead_of_call(self, model):
@@ -693,7 +755,9 @@ class TestRefusedCalls:
         cache = DynamicYaRNCache()
         logits_of(model, LONG, cache)
         cache.layers[1].keys = cache.layers[1].keys[:, :, :-3]
-        with pytest.raises(ValueError, match=r"layer 1 of the cache must hold 70 tokens.*got 67.*cache.crop"):
+        with pytest.raises(
+            ValueError, match=r"layer 1 of the cache must hold 70 tokens.*got 67.*cache.crop"
+        ):
             logits_of(model, LONG, cache)
 
 

@@ -103,7 +103,9 @@ class TestFrequencies:
                 ours = schedule(window, 1, dim, base, truncate=truncate)
                 expected = oracle.frequencies(scale, dim, base, window, truncate=truncate)
                 actual = ours.inv_freq(torch.tensor(scale, dtype=torch.float64))
-                torch.testing.assert_close(actual.double(), torch.as_tensor(expected), rtol=1e-6, atol=0)
+                torch.testing.assert_close(
+                    actual.double(), torch.as_tensor(expected), rtol=1e-6, atol=0
+                )
 
     def test_at_scale_one_are_the_trained_ones_bit_for_bit(self):
         freq, _ = ROPE_INIT_FUNCTIONS["linear"](
@@ -135,12 +137,17 @@ class TestRotation:
         expected = torch.complex(states[..., :8], states[..., 8:]) * turn[:, None]
         actual = rotate(states, cos, sin)
         # Angles of up to 1000 radians are float32: 3e-5 at most.
-        torch.testing.assert_close(actual, torch.cat((expected.real, expected.imag), -1), rtol=0, atol=3e-4)
+        torch.testing.assert_close(
+            actual, torch.cat((expected.real, expected.imag), -1), rtol=0, atol=3e-4
+        )
 
     def test_leaves_its_input_alone(self):
         states = torch.randn(1, 1, 4, 16)
         before = states.clone()
-        rotate(states, *rotary_tables(torch.arange(4)[None], torch.rand(1, 8), torch.ones(1), torch.float32))
+        rotate(
+            states,
+            *rotary_tables(torch.arange(4)[None], torch.rand(1, 8), torch.ones(1), torch.float32),
+        )
         assert torch.equal(states, before)
 
     def test_counts_past_256_in_bfloat16(self):
