@@ -1,39 +1,56 @@
 """Attention over un-rotated keys: every query rotates itself and the keys it sees at its own scale.
 
 Once per forward call, `make_plan` resolves the position of every token and cuts the new tokens into
-segments of columns in which no row's scale changes. Each layer then takes one segment after the
-other: it rotates the keys up to the segment's end and the segment's queries at that scale, row by
-row, and hands both to a stock backend (eager, sdpa, flash). Masks are built per tile of a segment,
-never for the whole call, and not at all where a causal or a full kernel says the same.
+segments of columns in which no row's scale changes. Each layer takes one segment after the other:
+it rotates the keys up to the segment's end and the segment's queries at that scale, row by row, and
+hands both to a stock backend (eager, sdpa, flash).
+
+Keys that are rotated already stay so while the scale of their row does, within a call and, in the
+cache's rotated copy, from call to call. Masks are built per tile of a segment, never for the whole
+call, and not at all where a causal or a full kernel says the same.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cache import DynamicYaRNCache, last_positions
+from .cache import (
+    ROTATED_AT_A_TIME,
+    DynamicYaRNCache,
+    RotatedKeys,
+    document_starts,
+    last_positions,
+)
 from .rope import YaRNSchedule, rotary_tables, rotate
 
-# Under this name transformers finds `dynamic_yarn_attention`. "flash" in a name would make it look
-# for a hub kernel.
+# The name by which transformers finds `dynamic_yarn_attention`. With "flash" in it, it would be
+# taken for a kernel on the Hub.
 ATTENTION_NAME = "dynamic_yarn"
 
 # Queries that share one mask: over 128k keys such a mask takes 64 MiB as bool.
 TILE = 512
 
+Tables = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Segment:
-    """Columns `[start, stop)` of the new tokens, in which each row has one scale and sees keys from `first` on."""
+    """Columns `[start, stop)` of the new tokens.
+
+    In these, each row has one scale and sees no key before `first`.
+    """
 
     start: int
     stop: int
     first: int
+    scales: list[float]  # of each row
     inv_freq: torch.Tensor  # (B, D/2) float32, on the CPU
     gain: torch.Tensor  # (B,) float32, on the CPU
 
@@ -44,23 +61,24 @@ class AttentionPlan:
 
     Attributes:
         schedule: the schedule in force.
-        positions: `(B, L)`, of all keys, -1 where padding. The last `length` columns are the new
-            tokens.
-        length: number of new tokens `T`.
+        cache: what the call fills, or None.
+        held: `(B, P)`, positions of the keys held before, -1 where padding.
+        new: `(B, T)`, positions of the new tokens, likewise.
         segments: cover the new tokens from left to right.
-        visible: `(B, L)` bool, False where a key is padding; None where none is.
-        documents: `(B, L)` number of each key's document; None where `Segment.first` tells them
-            apart.
+        visible: `(B, P + T)` bool, False where a key is padding; None where none is.
+        documents: `(B, P + T)` number of each key's document; None where `Segment.first` tells
+            them apart.
         packed: whether a row holds several documents.
-        custom_mask: the caller's `(B, H, T, L)` mask, bool (True: attend) or additive, in place of
-            causality and padding.
+        custom_mask: the caller's `(B, H, T, P + T)` mask, bool (True: attend) or additive, in
+            place of causality and padding.
         backend: transformers' name of the attention implementation.
         output_attentions: whether the weights are wanted.
     """
 
     schedule: YaRNSchedule
-    positions: torch.Tensor
-    length: int
+    cache: DynamicYaRNCache | None
+    held: torch.Tensor
+    new: torch.Tensor
     segments: list[Segment]
     visible: torch.Tensor | None
     documents: torch.Tensor | None
@@ -70,46 +88,109 @@ class AttentionPlan:
     output_attentions: bool
 
     def __post_init__(self) -> None:
-        self._tables: tuple[object, tuple[torch.Tensor, torch.Tensor]] | None = None
+        self.past = self.held.shape[1]
+        self.total = self.past + self.new.shape[1]
+        self._tables: dict[object, Tables] = {}
+        self._tables_of: Segment | None = None
+        self._scratch: dict[torch.device, RotatedKeys] = {}
 
-    @property
-    def past(self) -> int:
-        """Number of keys held before this call."""
-        return self.positions.shape[1] - self.length
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Of all keys, `(B, P + T)`. Made when first asked for: a step mostly does without."""
+        return torch.cat((self.held, self.new), dim=1)
 
     def last_key(self, stop: int) -> int:
-        """End of the keys that new tokens up to `stop` may see: causal, unless the caller's mask decides."""
-        return self.positions.shape[1] if self.custom_mask is not None else self.past + stop
+        """End of the keys that new tokens up to `stop` may see: causal, unless by a custom mask."""
+        return self.total if self.custom_mask is not None else self.past + stop
 
     def tables(
-        self, segment: Segment, device: torch.device, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, `(B, K, D/2)` each, of all keys the segment sees. The last result serves the next layer too."""
-        wanted = (segment.start, device, dtype)
-        if self._tables is None or self._tables[0] != wanted:
-            positions = self.positions[:, segment.first : self.last_key(segment.stop)].to(device)
-            tables = rotary_tables(
-                positions, segment.inv_freq.to(device), segment.gain.to(device), dtype
+        self,
+        segment: Segment,
+        device: torch.device,
+        dtype: torch.dtype,
+        row: int | None,
+        first: int,
+        last: int,
+    ) -> Tables:
+        """cos and sin of keys `[first, last)` at the segment's scales, shared by all layers.
+
+        Args:
+            segment: the segment.
+            device: of the result.
+            dtype: of the result.
+            row: one row, or None for all.
+            first: first key.
+            last: key after the last one.
+
+        Returns:
+            cos and sin, `(B or 1, last - first, D/2)` each.
+        """
+        if self._tables_of is not segment:  # a call of many segments keeps the tables of one
+            self._tables, self._tables_of = {}, segment
+        wanted = (device, dtype, row, first, last)
+        if wanted not in self._tables:
+            rows = slice(None) if row is None else slice(row, row + 1)
+            new_only = first >= self.past
+            positions = self.new if new_only else self.positions
+            offset = self.past if new_only else 0
+            self._tables[wanted] = rotary_tables(
+                positions[rows, first - offset : last - offset].to(device),
+                segment.inv_freq[rows].to(device),
+                segment.gain[rows].to(device),
+                dtype,
             )
-            self._tables = (wanted, tables)
-        return self._tables[1]
+        return self._tables[wanted]
+
+    def rotated_copy(self, layer_idx: int) -> RotatedKeys | None:
+        """The layer's rotated keys in the cache, if it keeps any."""
+        copy: RotatedKeys | None = self.cache and self.cache.layers[layer_idx].rotated
+        return copy
+
+    def scratch(self, device: torch.device) -> RotatedKeys:
+        """A place for the rotated keys of one layer, for this call alone."""
+        scratch = self._scratch.setdefault(device, RotatedKeys())
+        scratch.forget()  # another layer's keys
+        return scratch
 
     def needs_mask(self, queries: int, keys: int) -> bool:
-        """Whether a full kernel (one query) or a causal kernel (as many queries as keys) would see the wrong keys."""
-        if self.custom_mask is not None or self.visible is not None or self.documents is not None:
+        """Whether a full kernel or a causal one would see the wrong keys.
+
+        A full kernel serves one query, a causal kernel as many queries as keys.
+        """
+        if not (self.custom_mask is None and self.visible is None and self.documents is None):
             return True
         return queries > 1 and (queries != keys or self.backend == "eager")
 
-    def mask(self, start: int, stop: int, first: int, device: torch.device) -> torch.Tensor:
+    def mask(self, start: int, stop: int, first: int, like: torch.Tensor) -> torch.Tensor:
         """Mask of new tokens `[start, stop)` over keys `[first, last_key(stop))`.
 
+        Args:
+            start: first new token.
+            stop: new token after the last one.
+            first: first key.
+            like: gives the device, and the dtype where the mask is additive.
+
         Returns:
-            `(B or 1, H or 1, queries, keys)`, True where a query attends, or additive if the
-            caller's own is.
+            `(B or 1, H or 1, queries, keys)`, True where a query attends; additive where the
+            caller's own is, or for eager.
         """
         last = self.last_key(stop)
+        lowest = torch.finfo(like.dtype).min
         if self.custom_mask is not None:
-            return self.custom_mask[:, :, start:stop, first:last].to(device)
+            mask = self.custom_mask[:, :, start:stop, first:last].to(like.device)
+        else:
+            mask = self._causal_mask(start, stop, first, last, like.device)
+        if mask.dtype != torch.bool:
+            # Clamped, since the lowest number of a wider dtype would become -inf, and rows of these
+            # NaN.
+            return mask.clamp(min=lowest).to(like.dtype)
+        if self.backend == "eager":
+            return torch.zeros_like(mask, dtype=like.dtype).masked_fill(~mask, lowest)
+        return mask
+
+    def _causal_mask(
+        self, start: int, stop: int, first: int, last: int, device: torch.device
+    ) -> torch.Tensor:
         query_index = torch.arange(self.past + start, self.past + stop, device=device)[:, None]
         key_index = torch.arange(first, last, device=device)
         allowed = (key_index <= query_index)[None]  # (1, queries, keys)
@@ -118,10 +199,9 @@ class AttentionPlan:
             of_queries = documents[:, self.past + start : self.past + stop, None]
             allowed = allowed & (documents[:, None, first:last] == of_queries)
         if self.visible is not None:
-            # A padding token sees itself: a row of the mask without a single key would give NaN.
-            allowed = allowed & (
-                self.visible[:, None, first:last].to(device) | (key_index == query_index)
-            )
+            # A padding token sees itself: a row of the mask without any key would give NaN.
+            visible = self.visible[:, None, first:last].to(device)
+            allowed = allowed & (visible | (key_index == query_index))
         return allowed[:, None]
 
 
@@ -136,10 +216,10 @@ def make_plan(
 ) -> AttentionPlan:
     """Resolves positions, padding, documents and scales of one forward call.
 
-    The position of a new token is its `position_ids`; without them, the number of tokens before it
-    that a 2-D mask shows; without that, one more than the token before it. Where there is no mask,
-    a position that does not follow the one before it starts a new document, by transformers' own
-    rule, and the new document sees nothing of the old.
+    The position of a new token is its `position_ids`; without them, one more than that of the
+    token before it in its row that is not padding. Where there is no mask, a position that does not
+    follow the one before it starts a new document, by transformers' own rule, and the new document
+    sees nothing of the old.
 
     Synchronises with the device once.
 
@@ -147,8 +227,8 @@ def make_plan(
         schedule: the schedule in force.
         cache: what the call continues, or None. Only read.
         inputs: `input_ids` or `inputs_embeds`, `(B, T, ...)`.
-        attention_mask: `(B, L)` with 0 for padding, or `(B or 1, H or 1, T, L)` bool or additive,
-            or None. `L` counts the tokens in the cache and the new ones.
+        attention_mask: `(B, P + T)` with 0 for padding, or `(B or 1, H or 1, T, P + T)` bool or
+            additive, or None. `P` counts the tokens in the cache.
         position_ids: `(B or 1, T)` or None.
         backend: transformers' name of the attention implementation.
         output_attentions: whether the weights are wanted.
@@ -170,46 +250,54 @@ def make_plan(
     padding, custom_mask = _split_mask(attention_mask, batch, length, past + length, inputs.device)
     if was_packed and padding is not None:
         raise ValueError(
-            "a cache of packed documents must be continued without a 2-D attention_mask, which cannot tell them apart, "
-            "got one (generate() always makes one). Call the model itself with position_ids, or start a new cache."
+            "a cache of packed documents must be continued without a 2-D attention_mask, which "
+            "cannot tell them apart, got one (generate() always makes one). Call the model itself "
+            "with position_ids, or start a new cache."
         )
-    visible, newest, positions = _positions(held, padding, position_ids, length)
+    newest, positions = _positions(held, padding, position_ids, length)
+    visible = padding
+    if visible is None:
+        visible = torch.cat((held >= 0, torch.ones_like(positions, dtype=torch.bool)), dim=1)
     negative = (positions < 0) & visible[:, past:]
     positions = torch.where(visible[:, past:], positions, -1)
 
     # The one synchronisation.
-    flags = torch.stack((visible.all(), negative.any()))
+    flags = torch.stack((visible.all(), (visible[:, :past] & (held < 0)).any(), negative.any()))
     host = torch.cat((newest, positions.T.flatten(), flags)).cpu()
-    all_visible, any_negative = host[-2:].tolist()
-    if any_negative:
+    on_host = host[:-3].view(length + 1, batch).T  # (B, 1 + T), the newest held ones first
+    all_visible, shows_padding, any_negative = host[-3:].tolist()
+    if shows_padding:
+        raise ValueError(
+            "attention_mask must be 0 where it was 0 when the cache was filled, got one that shows "
+            "padding. Pass the mask of all tokens since the first call, or none."
+        )
+    if any_negative and custom_mask is None:
         raise ValueError(
             f"position_ids must be at least 0 where attention_mask is not 0, got {position_ids}."
         )
-    with_newest = host[:-2].view(length + 1, batch).T  # (B, T + 1)
-
-    starts = first_keys = documents = None
+    starts = None
     if attention_mask is None:
-        starts, first_keys = _document_starts(with_newest, past)
-        if was_packed or starts.any():
-            if (first_keys != first_keys[:1]).any() or (was_packed and (first_keys == 0).any()):
-                documents = _documents(held, starts.to(held.device), was_packed)
-        else:
-            starts = first_keys = None
-    if "flash" in backend and (custom_mask is not None or documents is not None):
-        what = (
-            "a 4-D attention_mask"
-            if custom_mask is not None
-            else "packed documents in several rows or in a cache"
-        )
+        starts = _starts(on_host, past)
+        if not was_packed and not starts.any():
+            starts = None
+    segments = _segments(schedule, on_host[:, 1:], starts, past)
+    documents = None
+    if starts is not None and not _told_apart(segments, starts, past, was_packed):
+        before = document_starts(held) if was_packed else torch.zeros_like(held, dtype=torch.bool)
+        documents = torch.cat((before, starts.to(held.device)), dim=1).cumsum(-1)
+    if "flash" in backend and not (custom_mask is None and documents is None):
+        packed = "packed documents in several rows or in a cache"
         raise ValueError(
-            f"attention_mask and position_ids must be such that {backend} can follow them, got {what}. "
-            'Call model.set_attn_implementation("sdpa") first.'
+            f"attention_mask and position_ids must be such that {backend} can follow them, got "
+            f"{packed if custom_mask is None else 'a 4-D attention_mask'}. Call "
+            'model.set_attn_implementation("sdpa") first.'
         )
     return AttentionPlan(
         schedule=schedule,
-        positions=torch.cat((held, positions), dim=1),
-        length=length,
-        segments=_segments(schedule, with_newest[:, 1:], starts, first_keys),
+        cache=cache,
+        held=held,
+        new=positions,
+        segments=segments,
         visible=None if all_visible else visible,
         documents=documents,
         packed=was_packed or starts is not None,
@@ -217,6 +305,10 @@ def make_plan(
         backend=backend,
         output_attentions=output_attentions,
     )
+
+
+# Output `(B, T, Hq, D)`, and weights `(B, Hq, T, K)` or None.
+Attended = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def dynamic_yarn_attention(
@@ -229,63 +321,78 @@ def dynamic_yarn_attention(
     dropout: float = 0.0,
     dynamic_yarn_plan: AttentionPlan | None = None,
     **kwargs: object,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> Attended:
     """The attention function that transformers calls in each layer of a patched model.
 
     Args:
         module: the attention layer.
         query: `(B, Hq, T, D)`, un-rotated.
-        key, value: `(B, Hkv, L, D)`, un-rotated, those of the cache included.
-        attention_mask: ignored, the plan has it.
+        key: `(B, Hkv, L, D)`, un-rotated, those of the cache included.
+        value: `(B, Hkv, L, D)`.
+        attention_mask: unread; the plan has it.
         scaling: factor on the logits.
         dropout: probability of dropping a weight.
         dynamic_yarn_plan: the plan of this forward call.
+        **kwargs: what transformers passes beside, unread.
 
     Returns:
-        The output `(B, T, Hq, D)`, and the weights `(B, Hq, T, L)` if wanted and the backend is
-        eager, else None.
+        The output `(B, T, Hq, D)`, and the weights `(B, Hq, T, L)` if they are wanted and the
+        backend is eager, else None.
 
     Raises:
         ValueError: there is no plan, or the keys are not those that were planned for.
     """
     plan = dynamic_yarn_plan
+    layer_idx: int = module.layer_idx
     if plan is None:
         raise ValueError(
-            "a patched attention layer must be called by its patched decoder, got a call without a plan. Call the model, "
-            "not its layers or its forward()."
+            "a patched attention layer must be called by its patched decoder, got a call without a "
+            "plan. Call the model, not its layers or its forward()."
         )
-    total = plan.positions.shape[1]
-    if key.shape[2] != total:
+    if key.shape[2] != plan.total:
         raise ValueError(
-            f"layer {getattr(module, 'layer_idx', '?')} must attend over {total} keys, got {key.shape[2]}: the layer left "
-            "the cache out, as gradient checkpointing does in training mode. Call model.eval(), or pass use_cache=False."
+            f"layer {layer_idx} must attend over {plan.total} keys, got {key.shape[2]}: it left "
+            "the cache out. Call model.eval(), or pass use_cache=False."
         )
-    attend = _attend_flash if "flash" in plan.backend else _attend_tiles
     # Under autocast the stock model rotates in float32 and the backend casts; so do we.
-    dtype = torch.float32 if torch.is_autocast_enabled(query.device.type) else query.dtype
+    autocast = torch.is_autocast_enabled(query.device.type)
+    dtype = torch.float32 if autocast else query.dtype
+    # In a buffer, rotated keys would be overwritten before a backward pass reads them.
+    differentiable = torch.is_grad_enabled() and any(
+        states.requires_grad for states in (query, key, value)
+    )
+    copy = plan.rotated_copy(layer_idx)
+    rotated = copy or plan.scratch(key.device)
     outputs, weights = [], []
     for segment in plan.segments:
-        cos, sin = plan.tables(segment, key.device, dtype)
-        seen = slice(segment.first, plan.last_key(segment.stop))
-        keys, values = rotate(key[:, :, seen], cos, sin), value[:, :, seen]
-        own = slice(
-            plan.past + segment.start - segment.first, plan.past + segment.stop - segment.first
-        )
-        queries = rotate(query[:, :, segment.start : segment.stop], cos[:, own], sin[:, own])
+        first, last = segment.first, plan.last_key(segment.stop)
+        tables = partial(plan.tables, segment, key.device, dtype)
+        own = tables(None, plan.past + segment.start, plan.past + segment.stop)
+        queries = rotate(query[:, :, segment.start : segment.stop], *own)
+        keys, values = key[:, :, first:last], value[:, :, first:last]
+        plain = differentiable or dropout > 0 or plan.backend != "sdpa"
+        if queries.shape[2] == 1 and copy is None and not plain:
+            mask = None
+            if plan.needs_mask(1, keys.shape[2]):
+                mask = plan.mask(segment.start, segment.stop, first, queries)
+            in_tiles = _attend_one_in_tiles(
+                queries, keys, values, *tables(None, first, last), mask, scaling
+            )
+            outputs.append(in_tiles)
+            continue
+        if differentiable:
+            keys = rotate(keys, *tables(None, first, last))
+        else:
+            keys = rotated.advance(key, first, last, segment.scales, tables)
+        attend = _attend_flash if "flash" in plan.backend else _attend_tiles
         for output, weight in attend(
             module, queries, keys, values, plan, segment, scaling, dropout
         ):
             outputs.append(output)
             if weight is not None and plan.output_attentions:
-                weights.append(
-                    nn.functional.pad(
-                        weight, (segment.first, total - segment.first - weight.shape[-1])
-                    )
-                )
+                missing = (first, plan.total - first - weight.shape[-1])
+                weights.append(nn.functional.pad(weight, missing))
     return torch.cat(outputs, dim=1), torch.cat(weights, dim=2) if weights else None
-
-
-Attended = Iterator[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def _attend_tiles(
@@ -297,38 +404,108 @@ def _attend_tiles(
     segment: Segment,
     scaling: float,
     dropout: float,
-) -> Attended:
-    """eager and sdpa over one segment, rotated already, tile after tile; one tile where no mask is needed."""
+) -> Iterator[Attended]:
+    """Attends by eager or sdpa, a tile of queries at a time where masks are needed."""
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if plan.backend == "eager":
-        # Each family's own, which transformers does not register.
-        attention = sys.modules[type(module).__module__].eager_attention_forward
+        attention = _eager(type(module))
     needs_mask = plan.needs_mask(query.shape[2], key.shape[2])
     tile = TILE if needs_mask else query.shape[2]
     for start in range(segment.start, segment.stop, tile):
         stop = min(start + tile, segment.stop)
-        tile_query = query[:, :, start - segment.start : stop - segment.start]
-        keys = plan.last_key(stop) - segment.first
-        mask = None
-        if needs_mask:
-            mask = plan.mask(start, stop, segment.first, query.device)
-            if mask.dtype != torch.bool:
-                mask = mask.to(query.dtype)
-            elif plan.backend == "eager":
-                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(
-                    ~mask, torch.finfo(query.dtype).min
-                )
-        yield attention(
-            module,
-            tile_query,
-            key[:, :, :keys],
-            value[:, :, :keys],
-            mask,
-            scaling=scaling,
-            dropout=dropout,
-            is_causal=mask is None and stop - start > 1,
-            output_attentions=plan.output_attentions,
-        )
+        queries = query[:, :, start - segment.start : stop - segment.start]
+        seen = plan.last_key(stop) - segment.first
+        keys, values = key[:, :, :seen], value[:, :, :seen]
+        mask = plan.mask(start, stop, segment.first, query) if needs_mask else None
+        if stop - start == 1 and plan.backend == "sdpa":
+            yield _attend_one(queries, keys, values, mask, scaling, dropout), None
+        else:
+            yield attention(
+                module,
+                queries,
+                keys,
+                values,
+                mask,
+                scaling=scaling,
+                dropout=dropout,
+                is_causal=mask is None and stop - start > 1,
+                output_attentions=plan.output_attentions,
+            )
+
+
+def _eager(layer: type) -> Callable[..., Attended]:
+    """Eager attention of a layer's family, which transformers does not register but each has."""
+    modules = (sys.modules[base.__module__] for base in layer.__mro__)
+    found = (getattr(module, "eager_attention_forward", None) for module in modules)
+    attention: Callable[..., Attended] = next(function for function in found if function)
+    return attention
+
+
+def _attend_one(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float,
+) -> torch.Tensor:
+    """Attends for one query, `(B, Hq, 1, D)`, over keys that are rotated already."""
+    output = scaled_dot_product_attention(
+        _grouped(query, key),
+        key,
+        value,
+        attn_mask=_grouped(mask, key),
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    return output.reshape(query.shape[0], 1, query.shape[1], -1)
+
+
+def _attend_one_in_tiles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+) -> torch.Tensor:
+    """Attends for one query, `(B, Hq, 1, D)`, over un-rotated keys.
+
+    They are rotated some at a time, and never held: what is held is one number per key and head.
+    """
+    count = key.shape[2]
+    precise = torch.promote_types(query.dtype, torch.float32)
+    with torch.autocast(query.device.type, enabled=False):
+        queries = _grouped(query, key).to(precise)
+        scores = queries.new_empty((*queries.shape[:3], count))
+        for start in range(0, count, ROTATED_AT_A_TIME):
+            part = slice(start, start + ROTATED_AT_A_TIME)
+            # Rounded like the keys of a rotated copy, for the same results.
+            keys = rotate(key[:, :, part], cos[:, part], sin[:, part]).to(key.dtype)
+            scores[..., part] = queries @ keys.to(precise).mT
+        scores *= scaling
+        if mask is not None and mask.dtype == torch.bool:
+            scores.masked_fill_(~_grouped(mask, key), -torch.inf)
+        elif mask is not None:
+            scores += _grouped(mask, key)
+        output = scores.softmax(-1).to(value.dtype) @ value
+    return output.reshape(query.shape[0], 1, query.shape[1], -1)
+
+
+def _grouped(states: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
+    """Makes the query heads of a group the queries of their key head, so that no key is repeated.
+
+    Args:
+        states: `(B, Hq, 1, X)`; a mask with one head, or None, is returned as it is.
+        key: `(B, Hkv, K, D)`.
+
+    Returns:
+        `(B, Hkv, Hq / Hkv, X)`.
+    """
+    if states is None or states.shape[1] == 1:
+        return states
+    return states.reshape(states.shape[0], key.shape[1], -1, states.shape[-1])
 
 
 def _attend_flash(
@@ -340,12 +517,12 @@ def _attend_flash(
     segment: Segment,
     scaling: float,
     dropout: float,
-) -> Attended:
-    """A flash kernel over one segment, rotated already. Its causal mask is aligned to the last key, as ours is."""
+) -> Iterator[Attended]:
+    """Attends by a flash kernel, whose causal mask is aligned to the last key as ours is."""
     visible = None
     if plan.visible is not None:
         visible = plan.visible[:, segment.first : plan.last_key(segment.stop)].to(query.device)
-        # A row that is still all padding shows its last token: kernels may fail on a row of no keys.
+        # A row that is still all padding shows its last token: a kernel may fail without any key.
         newest = visible[:, -1:] | ~visible.any(-1, keepdim=True)
         visible = torch.cat((visible[:, :-1], newest), dim=1)
     output = _flash_attention_forward(
@@ -384,95 +561,96 @@ def _split_mask(
             )
         return None, attention_mask
     raise ValueError(
-        f"attention_mask must be (batch, tokens in the cache + new tokens) = {(batch, total)}, or 4-D "
-        f"{(batch, 'heads or 1', length, total)}, got {shape}."
+        "attention_mask must be (batch, tokens in the cache + new tokens) = "
+        f"{(batch, total)}, or 4-D {(batch, 'heads or 1', length, total)}, got {shape}."
     )
 
 
 def _positions(
-    held: torch.Tensor, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which keys are not padding `(B, L)`, the newest position held `(B,)`, and the new positions `(B, T)`."""
+    held: torch.Tensor,
+    padding: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    length: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Newest position of each row of the cache, `(B,)`, and positions of the new tokens, `(B, T)`."""
     batch, past = held.shape
     newest = last_positions(held) if past else held.new_full((batch,), -1)
-    if padding is None:
-        visible = torch.cat(
-            (held >= 0, torch.ones((batch, length), dtype=torch.bool, device=held.device)), dim=1
-        )
-        positions = newest[:, None] + 1 + torch.arange(length, device=held.device)
-    else:
-        visible = padding
-        positions = visible.cumsum(-1)[:, past:] - 1
     if position_ids is None:
-        return visible, newest, positions
+        count = held.new_ones((batch, length)) if padding is None else padding[:, past:]
+        return newest, newest[:, None] + count.cumsum(-1)
     if not isinstance(position_ids, torch.Tensor) or position_ids.is_floating_point():
         raise TypeError(f"position_ids must be an integer torch.Tensor, got {position_ids!r}.")
-    if (
-        position_ids.ndim != 2
-        or position_ids.shape[0] not in (1, batch)
-        or position_ids.shape[1] != length
-    ):
+    if tuple(position_ids.shape) not in ((1, length), (batch, length)):
         raise ValueError(
-            f"position_ids must be (batch or 1, new tokens) = {(batch, length)}, got {tuple(position_ids.shape)}."
+            f"position_ids must be (batch or 1, new tokens) = {(batch, length)}, got "
+            f"{tuple(position_ids.shape)}."
         )
-    return visible, newest, position_ids.to(held).expand(batch, length)
+    return newest, position_ids.to(held).expand(batch, length)
 
 
-def _document_starts(positions: torch.Tensor, past: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which new tokens start a document, and the first key of the document of each, 0 where that
-    began earlier.
+def _starts(positions: torch.Tensor, past: int) -> torch.Tensor:
+    """Which new tokens start a document after another, `(B, T)`.
 
     Args:
         positions: `(B, 1 + T)`, the newest held ones before the new ones.
         past: number of keys held.
 
     Returns:
-        `(B, T)` bool and `(B, T)` indices of keys.
+        `(B, T)` bool.
 
     Raises:
-        ValueError: the new tokens neither go on from the cache nor start a document.
+        ValueError: the new tokens neither go on from the cache nor start a document at 0.
     """
     starts = positions[:, 1:] != positions[:, :-1] + 1
     if past == 0:
         starts[:, 0] = False  # nothing lies before it
     elif (starts[:, 0] & (positions[:, 1] != 0)).any():
         raise ValueError(
-            f"position_ids must go on from the tokens in the cache, at {(positions[:, 0] + 1).tolist()}, or start a "
-            f"document at 0, got {positions[:, 1].tolist()}. Leave them out, or pass the attention_mask of all tokens."
+            "position_ids must go on from the tokens in the cache, at "
+            f"{(positions[:, 0] + 1).tolist()}, or start a document at 0, got "
+            f"{positions[:, 1].tolist()}. Leave them out, or pass the attention_mask of all tokens."
         )
-    keys = past + torch.arange(starts.shape[1])
-    return starts, torch.where(starts, keys, 0).cummax(-1).values
-
-
-def _documents(held: torch.Tensor, starts: torch.Tensor, was_packed: bool) -> torch.Tensor:
-    """Number of each key's document, `(B, L)`. Only packed rows hold several, and they hold no padding."""
-    numbers = torch.zeros_like(held)
-    if was_packed:
-        numbers[:, 1:] = (held[:, 1:] != held[:, :-1] + 1).cumsum(-1)
-    latest = numbers[:, -1:] if held.shape[1] else 0
-    return torch.cat((numbers, latest + starts.cumsum(-1)), dim=1)
+    return starts
 
 
 def _segments(
-    schedule: YaRNSchedule,
-    positions: torch.Tensor,
-    starts: torch.Tensor | None,
-    first_keys: torch.Tensor | None,
+    schedule: YaRNSchedule, positions: torch.Tensor, starts: torch.Tensor | None, past: int
 ) -> list[Segment]:
-    """Cuts the new tokens where any row's scale changes or any row starts a document. All `(B, T)`, on the CPU."""
+    """Cuts the new tokens where any row's scale changes or any row starts a document.
+
+    Args:
+        schedule: the schedule in force.
+        positions: `(B, T)`, of the new tokens, on the CPU.
+        starts: `(B, T)`, which of them start a document, or None.
+        past: number of keys held.
+    """
     scale = _over_padding(schedule.scale(positions), positions >= 0)
     cuts = (scale[:, 1:] != scale[:, :-1]).any(0)
+    first = torch.zeros_like(positions)
     if starts is not None:
         cuts |= starts[:, 1:].any(0)
+        first = _first_keys(starts, past)
     begins = [0, *(cuts.nonzero()[:, 0] + 1).tolist()]
-    inv_freq, gain = schedule.inv_freq(scale[:, begins]), schedule.gain(scale[:, begins])
-    first = [0] * len(begins) if first_keys is None else first_keys[:, begins].amin(0).tolist()
+    stops = [*begins[1:], positions.shape[1]]
+    first, scale = first[:, begins].amin(0), scale[:, begins]
+    inv_freq, gain = schedule.inv_freq(scale), schedule.gain(scale)
     return [
-        Segment(start, stop, first[index], inv_freq[:, index], gain[:, index])
-        for index, (start, stop) in enumerate(
-            zip(begins, [*begins[1:], positions.shape[1]], strict=True)
-        )
+        Segment(start, stop, int(first[i]), scale[:, i].tolist(), inv_freq[:, i], gain[:, i])
+        for i, (start, stop) in enumerate(zip(begins, stops, strict=True))
     ]
+
+
+def _first_keys(starts: torch.Tensor, past: int) -> torch.Tensor:
+    """First key of the document of each new token, 0 where it began in an earlier call: `(B, T)`."""
+    keys = past + torch.arange(starts.shape[1])
+    return torch.where(starts, keys, 0).cummax(-1).values
+
+
+def _told_apart(segments: list[Segment], starts: torch.Tensor, past: int, was_packed: bool) -> bool:
+    """Whether `Segment.first` alone keeps every row to its own document."""
+    first = _first_keys(starts, past)[:, [segment.start for segment in segments]]
+    unknown = was_packed and bool((first == 0).any())
+    return not unknown and bool((first == first[:1]).all())
 
 
 def _over_padding(scale: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

@@ -1,23 +1,193 @@
-"""`DynamicYaRNCache`: un-rotated keys, values, and the position of every token.
+"""`DynamicYaRNCache`: un-rotated keys, values, the position of every token, and a rotated copy of the keys.
 
 Keys are held as `k_proj` returns them, so that a key can be rotated at whatever scale the query
-that reads it has.
-Positions are one more buffer: whatever moves the keys (crop, reorder, repeat, select, copy, pickle)
-    moves them too.
+that reads it has. Positions are one more buffer: whatever moves the keys (crop, reorder, repeat,
+select, copy, pickle) moves them too.
 
-A forward call on the cache is a transaction. `begin` announces it, each layer's `update` appends
-keys and values, and `commit` records the positions once the decoder is through. A call that fails
-half-way leaves layers of unequal length; `get_seq_length` goes by the positions, and whatever lies
-beyond them is dropped before the cache is next touched.
+While the scale of a row stays the same, so do its rotated keys: each layer keeps them beside the
+un-rotated ones, and a decoding step rotates the new key only. When the scale of a row changes, that
+row is rotated again from the un-rotated keys, so nothing drifts.
+
+A forward call is a transaction. `begin` announces it, each layer's `update` appends keys and
+values, and `commit` records the positions once the decoder is through. A call that fails half-way
+leaves layers of unequal length; the cache goes by its positions, and drops whatever lies beyond
+them before it is next touched.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from .rope import YaRNSchedule
+from .rope import YaRNSchedule, rotate
+
+# Buffers grow by an eighth, and by this many tokens at least.
+LEAST_GROWTH = 256
+
+# Keys rotated at a time: bounds what rotating a whole row takes beside its result.
+ROTATED_AT_A_TIME = 1024
+
+UNPATCHED = (
+    "a DynamicYaRNCache must be used with a patched model, which gives it un-rotated keys; got a "
+    "call from a model that is not patched. Call patch_llama(model) first, or pass a DynamicCache."
+)
+
+# cos and sin of one row, or of all rows where it is None, over the keys from `first` to `last`.
+Tables = Callable[[int | None, int, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+class RotatedKeys:
+    """The keys of one layer, rotated at one scale per row, for as long as the scales stay."""
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None  # (B, Hkv, room, D)
+        self.forget()
+
+    def forget(self) -> None:
+        """Makes the next `advance` rotate everything, into the same buffer."""
+        self._scales: list[float] = []
+        self._first = self._last = 0  # the keys that are there
+
+    def shorten(self, length: int) -> None:
+        """Drops what lies beyond `length` keys."""
+        self._last = min(self._last, length)
+        self._first = min(self._first, self._last)
+
+    def select(self, rows: list[int]) -> None:
+        """Row `i` becomes what row `rows[i]` was."""
+        if self._buffer is not None and self._scales:
+            self._buffer = self._buffer[torch.tensor(rows, device=self._buffer.device)]
+            self._scales = [self._scales[row] for row in rows]
+
+    def advance(
+        self, keys: torch.Tensor, first: int, last: int, scales: list[float], tables: Tables
+    ) -> torch.Tensor:
+        """Rotates what is not there yet.
+
+        Args:
+            keys: `(B, Hkv, L, D)`, un-rotated, all the keys of the layer.
+            first, last: the keys that are wanted rotated.
+            scales: of each row.
+            tables: gives cos and sin at these scales.
+
+        Returns:
+            Keys `[first, last)`, rotated: `(B, Hkv, last - first, D)`, a view of a buffer.
+        """
+        fits = self._buffer is not None and self._buffer.dtype == keys.dtype
+        if not fits or len(self._scales) != len(scales) or first < self._first:
+            self.forget()
+        if not fits or self._buffer.shape[:2] != keys.shape[:2]:
+            self._buffer = keys.new_empty((*keys.shape[:2], 0, keys.shape[-1]))
+        self._buffer = with_room(self._buffer, self._last, last, dim=2)
+        stale = [row for row, scale in enumerate(scales) if self._scales[row : row + 1] != [scale]]
+        begin, kept = self._last, self._first
+        if stale:
+            # What is half rotated when an interrupt comes must not be taken for whole.
+            self.forget()
+        if len(stale) == len(scales):
+            self._rotate(keys, None, first, last, tables)
+        elif not stale:
+            self._rotate(keys, None, begin, last, tables)
+        else:
+            for row in range(len(scales)):
+                self._rotate(keys, row, first if row in stale else begin, last, tables)
+        self._first, self._last = (first, last) if stale else (kept, max(begin, last))
+        self._scales = scales
+        return self._buffer[:, :, first:last]
+
+    def _rotate(
+        self, keys: torch.Tensor, row: int | None, first: int, last: int, tables: Tables
+    ) -> None:
+        if first >= last:
+            return
+        cos, sin = tables(row, first, last)
+        rows = slice(None) if row is None else slice(row, row + 1)
+        for start in range(first, last, ROTATED_AT_A_TIME):
+            stop = min(start + ROTATED_AT_A_TIME, last)
+            part = slice(start - first, stop - first)
+            rotated = rotate(keys[rows, :, start:stop], cos[:, part], sin[:, part])
+            self._buffer[rows, :, start:stop] = rotated
+
+
+class DynamicYaRNLayer(DynamicLayer):
+    """One layer: un-rotated keys and values in buffers that grow ahead, and the rotated copy.
+
+    Attributes:
+        keys, values: `(B, Hkv, T, D)`, views of the buffers: clone what must outlive the next change.
+        rotated: the rotated copy; None where the cache keeps none.
+    """
+
+    rotated: RotatedKeys | None
+
+    def __init__(self, rotated_copy: bool = True) -> None:
+        self.rotated = RotatedKeys() if rotated_copy else None
+        super().__init__()
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        return None if self._keys is None else self._keys[:, :, : self._length]
+
+    @keys.setter
+    def keys(self, keys: torch.Tensor | None) -> None:
+        self._keys = keys
+        self._length = 0 if keys is None else keys.shape[2]
+        if self.rotated is not None:
+            self.rotated.forget()
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        return None if self._values is None else self._values[:, :, : self._length]
+
+    @values.setter
+    def values(self, values: torch.Tensor | None) -> None:
+        self._values = values
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends keys and values, `(B, Hkv, T, D)` each; returns all of them."""
+        if not self.is_initialized:
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+            self.is_initialized = True
+        if torch.is_grad_enabled():
+            # A backward pass may need what was read so far to stay as it is.
+            keys, values = self.keys, self.values
+            self.keys = torch.cat((keys, key_states), dim=2)
+            self.values = torch.cat((values, value_states), dim=2)
+            return self.keys, self.values
+        begin, end = self._length, self._length + key_states.shape[2]
+        self._keys = with_room(self._keys, begin, end, dim=2)
+        self._values = with_room(self._values, begin, end, dim=2)
+        self._keys[:, :, begin:end] = key_states
+        self._values[:, :, begin:end] = value_states
+        self._length = end
+        return self.keys, self.values
+
+    def shorten(self, length: int) -> None:
+        """Keeps the first `length` tokens; the buffers stay."""
+        self._length = length
+        if self.rotated is not None:
+            self.rotated.shorten(length)
+
+    def select(self, rows: list[int]) -> None:
+        """Row `i` becomes what row `rows[i]` was."""
+        index = torch.tensor(rows, device=self._keys.device)
+        self._keys, self._values = self._keys[index], self._values[index]
+        if self.rotated is not None:
+            self.rotated.select(rows)
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles carry no spare room, and no keys that can be rotated again."""
+        state = {**self.__dict__, "rotated": None if self.rotated is None else RotatedKeys()}
+        if self._keys is not None and self._keys.shape[2] > self._length:
+            state |= {"_keys": self.keys.clone(), "_values": self.values.clone()}
+        return state
 
 
 class DynamicYaRNCache(Cache):
@@ -25,28 +195,38 @@ class DynamicYaRNCache(Cache):
 
     `layers[i].keys` is `(B, Hkv, T, D)`, un-rotated; `layers[i].values` likewise.
 
+    Args:
+        rotated_copy: whether each layer keeps a rotated copy of its keys. With it the cache takes
+            1.5 times the memory of a `DynamicCache` and a step rotates one key; without it, 1.0
+            times, and each step rotates all keys anew. The results are the same.
+
     Attributes:
-        positions: `(B, T)` integers, the 0-based position of every held token in its own row or
-            document, -1 where it is padding; None while empty.
         schedule: the schedule that filled the cache; None while empty.
         packed: whether a row holds several documents, told apart by positions that restart.
+
+    Raises:
+        TypeError: `rotated_copy` is not a bool.
     """
 
-    positions: torch.Tensor | None
     schedule: YaRNSchedule | None
     packed: bool
+    _positions: torch.Tensor | None  # (B, room)
+    _length: int
+    _forward: "weakref.ref[Any] | None"
 
-    def __init__(self) -> None:
-        super().__init__(layer_class_to_replicate=DynamicLayer)
+    def __init__(self, rotated_copy: bool = True) -> None:
+        if not isinstance(rotated_copy, bool):
+            raise TypeError(f"rotated_copy must be a bool, got {rotated_copy!r}.")
+        super().__init__(layers=[])
+        self.rotated_copy = rotated_copy
         self._clear()
 
     @staticmethod
     def check_adoptable(cache: Any) -> None:
-        """Raises a TypeError unless the cache is one that `adopt` can take: an empty `DynamicCache`."""
+        """Raises a TypeError unless `adopt` can take the cache: an empty `DynamicCache`."""
         remedy = "Pass a DynamicYaRNCache, or none: a patched model makes its own."
-        plain = type(cache) is DynamicCache and all(
-            type(layer) is DynamicLayer for layer in cache.layers
-        )
+        plain = type(cache) is DynamicCache
+        plain = plain and all(type(layer) is DynamicLayer for layer in cache.layers)
         if not plain or cache.offloading:
             kind = f"an offloaded {type(cache).__name__}" if plain else f"a {type(cache).__name__}"
             raise TypeError(
@@ -54,24 +234,31 @@ class DynamicYaRNCache(Cache):
             )
         if cache.get_seq_length() > 0:
             raise TypeError(
-                f"the cache of a patched model must hold un-rotated keys, got a {type(cache).__name__} with "
-                f"{cache.get_seq_length()} tokens whose keys are already rotated. {remedy}"
+                "the cache of a patched model must hold un-rotated keys, got a DynamicCache with "
+                f"{cache.get_seq_length()} tokens whose keys are rotated already. {remedy}"
             )
 
     @classmethod
     def adopt(cls, cache: Cache) -> "DynamicYaRNCache":
-        """Turns a cache that `check_adoptable` lets through into a `DynamicYaRNCache`, in place;
-        leaves ours alone.
+        """Turns what `check_adoptable` lets through into one of ours, in place; leaves ours alone.
 
         `generate` makes its own `DynamicCache` before the model sees it, and callers keep the one
-            they pass: were it only
-        replaced, a loop that passes it again would find it empty and silently start over.
+        they pass: were it only replaced, a loop that passes it again would find it empty and
+        silently start over.
         """
         if not isinstance(cache, cls):
             cache.__class__ = cls
-            cache.layers, cache.layer_class_to_replicate = [], DynamicLayer
-            cache._clear()
-        return cache
+            cache.__init__()
+        ours: DynamicYaRNCache = cache
+        return ours
+
+    @property
+    def positions(self) -> torch.Tensor | None:
+        """0-based position of every held token in its own row or document, `(B, T)`.
+
+        It is -1 where the token is padding. None while the cache is empty.
+        """
+        return None if self._positions is None else self._positions[:, : self._length]
 
     @property
     def scales(self) -> list[float]:
@@ -82,44 +269,58 @@ class DynamicYaRNCache(Cache):
         return self.schedule.scale(newest[:, None].cpu())[:, 0].tolist()
 
     def check_fits(self, schedule: YaRNSchedule, batch: int, layers: int) -> None:
-        """Raises a ValueError unless a model with this schedule and number of layers can continue the cache."""
-        if self.positions is None:
+        """Checks that a model with this schedule and number of layers can continue the cache.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if self._positions is None:
             return
         if self.schedule != schedule:
             raise ValueError(
-                f"a cache must be continued under the options that filled it, {self.schedule}, got {schedule}. Start a "
-                "new DynamicYaRNCache, or patch the model with those options."
+                f"a cache must be continued under the options that filled it, {self.schedule}, got "
+                f"{schedule}. Start a new DynamicYaRNCache, or patch the model with those options."
             )
-        if self.positions.shape[0] != batch:
+        if self._positions.shape[0] != batch:
             raise ValueError(
-                f"the call must have the batch size of the cache, {self.positions.shape[0]}, got {batch}. Use "
-                "cache.batch_repeat_interleave() or cache.batch_select_indices(), or start a new DynamicYaRNCache."
+                f"the call must have the batch size of the cache, {self._positions.shape[0]}, got "
+                f"{batch}. Use cache.batch_repeat_interleave() or cache.batch_select_indices(), or "
+                "start a new DynamicYaRNCache."
             )
         if len(self.layers) != layers:
             raise ValueError(
-                f"a cache must be continued by the model that filled it, with {len(self.layers)} layers, got {layers}. "
-                "Start a new DynamicYaRNCache."
+                f"a cache must be continued by the model that filled it, with {len(self.layers)} "
+                f"layers, got {layers}. Start a new DynamicYaRNCache."
             )
 
     def begin(self, forward: Any) -> None:
         """Opens the cache to the layers of one forward call, for as long as `forward` lives.
 
         Args:
-            forward: any object that the call alone keeps alive, so that an interrupted call closes
+            forward: an object that the call alone keeps alive, so that an interrupted call closes
                 the cache too.
         """
         self._drop_uncommitted()
         self._forward = weakref.ref(forward)
 
+    def close(self) -> None:
+        """Ends a forward call that failed: the cache stays as it was before."""
+        self._forward = None
+
     def commit(self, positions: torch.Tensor, schedule: YaRNSchedule, packed: bool) -> None:
-        """Records the tokens that the forward call has appended and closes the cache.
+        """Records the tokens that the forward call has appended, and closes the cache.
 
         Args:
-            positions: `(B, T)`, those of all tokens held now.
+            positions: `(B, T)`, of the new tokens.
             schedule: the schedule they were computed under.
-            packed: whether a row holds several documents.
+            packed: whether a row now holds several documents.
         """
-        self.positions, self.schedule, self.packed = positions, schedule, packed
+        if self._positions is None:
+            self._positions = positions.new_empty((positions.shape[0], 0))
+        begin, end = self._length, self._length + positions.shape[1]
+        self._positions = with_room(self._positions, begin, end, dim=1)
+        self._positions[:, begin:end] = positions
+        self._length, self.schedule, self.packed = end, schedule, packed
         self._forward = None
 
     def update(
@@ -133,8 +334,11 @@ class DynamicYaRNCache(Cache):
         """Appends un-rotated keys and values to one layer.
 
         Args:
-            key_states, value_states: `(B, Hkv, T, D)`.
+            key_states: `(B, Hkv, T, D)`.
+            value_states: `(B, Hkv, T, D)`.
             layer_idx: index of the layer.
+            *args: what transformers passes beside, unread.
+            **kwargs: likewise.
 
         Returns:
             All keys and all values of the layer, `(B, Hkv, L, D)` each.
@@ -144,58 +348,57 @@ class DynamicYaRNCache(Cache):
             ValueError: the new keys do not fit those held.
         """
         if self._forward is None or self._forward() is None:
-            raise TypeError(
-                "a DynamicYaRNCache must be used with a patched model, which gives it un-rotated keys; got a call from "
-                "a model that is not patched. Call patch_llama(model) first, or pass a DynamicCache."
+            raise TypeError(UNPATCHED)
+        while len(self.layers) <= layer_idx:
+            self.layers.append(DynamicYaRNLayer(self.rotated_copy))
+        layer = self.layers[layer_idx]
+        if layer.is_initialized and _kind(layer.keys) != _kind(key_states):
+            raise ValueError(
+                "new keys must have the dtype, batch, heads and head_dim of those in the cache, "
+                f"{_kind(layer.keys)}, got {_kind(key_states)}. Start a new DynamicYaRNCache, or "
+                "call the model as it was called before."
             )
-        if layer_idx < len(self.layers) and self.layers[layer_idx].is_initialized:
-            held, new = _kind(self.layers[layer_idx].keys), _kind(key_states)
-            if held != new:
-                raise ValueError(
-                    f"new keys must have the dtype, batch, heads and head_dim of those in the cache, {held}, got {new}. "
-                    "Start a new DynamicYaRNCache, or call the model as it was called before."
-                )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return layer.update(key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of tokens held, padding included."""
-        return 0 if self.positions is None else self.positions.shape[1]
+        return self._length
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Raises a TypeError: only a model that is not patched builds its mask by it."""
+        raise TypeError(UNPATCHED)
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         """Cuts tokens off the end, by the rule of the installed transformers.
 
-        Up to 5.17 a positive argument is the number of tokens to keep; from 5.20 on, only a
-        negative one is taken: minus the number of tokens to remove.
+        Up to 5.17 a positive argument is the number of tokens to keep; from 5.20 on there are only
+        negative ones: minus the number of tokens to remove.
         """
         self._drop_uncommitted()
-        super().crop(*args, **kwargs)
-        if self.positions is not None:
-            kept = self.layers[0].keys.shape[-2]
-            if kept == 0:
-                self.reset()
-            else:
-                self.positions = self.positions[:, :kept]
+        length = _cropped_length(self._length, *args, **kwargs)
+        if length == 0:
+            self.reset()
+        for layer in self.layers:
+            layer.shorten(length)
+        self._length = length
+        if self.packed:
+            self.packed = bool(document_starts(self.positions)[:, 1:].any())
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was."""
-        self._drop_uncommitted()
-        super().reorder_cache(beam_idx)
-        if self.positions is not None:
-            self.positions = self.positions.index_select(0, beam_idx.to(self.positions.device))
+        self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times, copies next to each other."""
-        self._drop_uncommitted()
-        super().batch_repeat_interleave(repeats)
-        if self.positions is not None:
-            self.positions = self.positions.repeat_interleave(repeats, dim=0)
+        if self._positions is not None:
+            rows = torch.arange(self._positions.shape[0])
+            self._select(rows.repeat_interleave(repeats).tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows `indices`, in that order."""
-        self._drop_uncommitted()
-        super().batch_select_indices(indices)
-        if self.positions is not None:
-            self.positions = self.positions[indices]
+        """Keeps the rows `indices`, by number or by a bool for each row, in that order."""
+        if self._positions is not None:
+            rows = torch.arange(self._positions.shape[0])
+            self._select(rows[torch.as_tensor(indices).cpu()].tolist())
 
     def reset(self) -> None:
         """Empties the cache, whatever filled it."""
@@ -204,37 +407,98 @@ class DynamicYaRNCache(Cache):
 
     def __getstate__(self) -> dict[str, Any]:
         self._drop_uncommitted()
-        return {**self.__dict__, "_forward": None}
+        positions = None if self.positions is None else self.positions.clone()
+        return {**self.__dict__, "_positions": positions}
 
     def _clear(self) -> None:
-        self.positions, self.schedule, self.packed = None, None, False
-        self._forward: weakref.ref[Any] | None = None
+        self._positions, self._length = None, 0
+        self.schedule, self.packed = None, False
+        self._forward = None
+
+    def _select(self, rows: list[int]) -> None:
+        self._drop_uncommitted()
+        if self._positions is None or rows == list(range(len(self._positions))):
+            return
+        self._positions = self._positions[torch.tensor(rows, device=self._positions.device)]
+        for layer in self.layers:
+            layer.select(rows)
 
     def _drop_uncommitted(self) -> None:
         """Undoes a forward call that did not reach `commit`."""
         self._forward = None
-        length = self.get_seq_length()
-        if length == 0:
+        if self._length == 0:
             self.layers.clear()
         for index, layer in enumerate(self.layers):
-            held = layer.keys.shape[-2]
-            if held < length:
+            if layer.get_seq_length() < self._length:
                 raise ValueError(
-                    f"layer {index} of the cache must hold {length} tokens like the cache itself, got {held}. Cut "
-                    "tokens off with cache.crop(), which crops the positions too."
+                    f"layer {index} of the cache must hold {self._length} tokens like the cache "
+                    f"itself, got {layer.get_seq_length()}. Cut tokens off with cache.crop(), which "
+                    "crops the positions too."
                 )
-            if held > length:
-                layer.keys, layer.values = (
-                    layer.keys[..., :length, :],
-                    layer.values[..., :length, :],
-                )
+            layer.shorten(self._length)
 
 
 def last_positions(positions: torch.Tensor) -> torch.Tensor:
-    """Position of the newest token of each row that is not padding, -1 where there is none: `(B, T)` to `(B,)`."""
+    """Position of the newest token of each row that is not padding, -1 where there is none.
+
+    Args:
+        positions: `(B, T)`, at least one token.
+
+    Returns:
+        `(B,)`
+    """
     index = torch.arange(positions.shape[1], device=positions.device)
     newest = torch.where(positions >= 0, index, 0).amax(-1, keepdim=True)
     return positions.gather(1, newest)[:, 0]
+
+
+def document_starts(positions: torch.Tensor) -> torch.Tensor:
+    """Which tokens start a document: those whose position does not follow the one before.
+
+    Args:
+        positions: `(B, T)`, -1 where padding, which starts nothing and stands between nothing.
+
+    Returns:
+        `(B, T)` bool. The first token of a row counts unless its position is 0.
+    """
+    index = torch.arange(positions.shape[1], device=positions.device)
+    # Index of the newest token up to each column that is not padding, -1 before the first.
+    newest = torch.where(positions >= 0, index, -1).cummax(-1).values
+    before = nn.functional.pad(newest[:, :-1], (1, 0), value=-1)
+    expected = torch.where(before < 0, 0, positions.gather(1, before.clamp(min=0)) + 1)
+    return (positions >= 0) & (positions != expected)
+
+
+def with_room(buffer: torch.Tensor, length: int, needed: int, dim: int) -> torch.Tensor:
+    """A buffer whose first `length` entries along `dim` are those of `buffer`, with room to write.
+
+    Args:
+        buffer: any tensor.
+        length: entries in use.
+        needed: entries that will be in use.
+        dim: the dimension that grows.
+
+    Returns:
+        The buffer itself where it is long enough, else a longer one.
+    """
+    # Tensors made in inference mode, or in a graph, must not be written to outside.
+    writable = not (buffer.is_inference() and not torch.is_inference_mode_enabled())
+    if needed <= buffer.shape[dim] and writable and not buffer.requires_grad:
+        return buffer
+    shape = list(buffer.shape)
+    shape[dim] = needed + max(LEAST_GROWTH, needed // 8)
+    longer = torch.empty(shape, dtype=buffer.dtype, device=buffer.device)
+    longer.narrow(dim, 0, length).copy_(buffer.detach().narrow(dim, 0, length))
+    return longer
+
+
+def _cropped_length(length: int, *args: Any, **kwargs: Any) -> int:
+    """What `crop` leaves of `length` tokens, as a layer of the installed transformers has it."""
+    stock = DynamicLayer()
+    stock.keys = stock.values = torch.empty(1).expand(1, 1, length, 1)
+    stock.is_initialized = True
+    stock.crop(*args, **kwargs)
+    return stock.keys.shape[2]
 
 
 def _kind(states: torch.Tensor) -> tuple[object, ...]:

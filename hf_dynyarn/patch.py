@@ -1,13 +1,13 @@
-"""`patch_llama`: gives a stock transformers model Dynamic YaRN and takes it away again.
+"""`patch_llama`: gives a stock transformers model Dynamic YaRN, and takes it away again.
 
 Nothing of transformers is copied or overwritten. On each patched decoder,
 
     1. `rotary_emb` is swapped for a module that rotates nothing, so that un-rotated keys reach the
-    cache; 2. a forward pre-hook makes the plan of each call and sends it down to the attention
-    layers as a keyword, and a
-       forward hook commits the call to the cache;
+       cache;
+    2. a forward pre-hook makes the plan of each call and sends it down to the attention layers as a
+       keyword, and a forward hook commits the call to the cache;
     3. the attention layers (not the model) read a copy of the config that names
-    `dynamic_yarn_attention`.
+       `dynamic_yarn_attention`.
 
 The model's own config stays as it is. It is where the backend is read from at each call, so
 `set_attn_implementation` works on a patched model, nothing of ours is ever saved, and models that
@@ -38,16 +38,19 @@ logger = logging.get_logger(__name__)
 SUPPORTED_MODEL_TYPES = ("llama",)
 SUPPORTED_ROPE_TYPES = ("default", "yarn")
 
-TRANSFORMERS_MAJOR = int(__version__.split(".")[0])
-
-# transformers 5.24 renamed `past_key_values`; a decoder's own signature tells which one it takes.
-CACHE_KEYWORDS = ("cache", "past_key_values")
-
 # How the plan travels from the decoder to `dynamic_yarn_attention`.
 PLAN_KEYWORD = "dynamic_yarn_plan"
 
+TRANSFORMERS = tuple(int(part) for part in __version__.split(".")[:2])
+
+# transformers 5.24 renamed `past_key_values`; the decoder's signature tells which name it has.
+CACHE_KEYWORDS = ("cache", "past_key_values")
+ARGUMENTS = list(inspect.signature(LlamaModel.forward).parameters)[1:]
+CACHE_KEYWORD = next(name for name in CACHE_KEYWORDS if name in ARGUMENTS)
+
 _lock = threading.RLock()
 _class_wide: "PatchHandle | None" = None
+_patched: "weakref.WeakSet[LlamaModel]" = weakref.WeakSet()
 
 
 def patch_llama(
@@ -62,8 +65,8 @@ def patch_llama(
     Args:
         model: a Llama model, or a wrapper around one. Without it the patch is class-wide: it holds
             for every Llama model of this process, loaded already or later, until `unpatch_llama()`,
-            and leaves alone the models that were patched by themselves. Such a model is checked
-            when it is first called.
+            and leaves alone those that were patched by themselves. A model is then checked when it
+            is first called.
         config: the options.
         **options: the same options as keywords, in place of `config`.
 
@@ -91,12 +94,11 @@ def unpatch_llama(model: nn.Module | None = None) -> None:
 
     Raises:
         TypeError: not a model of a supported family.
-        ValueError: the model is patched class-wide only, and would be patched again when it is next
-            called.
+        ValueError: the model is patched class-wide only: its next call would patch it again.
     """
     with _lock:
         if model is None:
-            _remove_class_wide(_class_wide)
+            _remove_class_wide()
             for decoder in _live_decoders():
                 _restore(decoder)
             return
@@ -104,15 +106,17 @@ def unpatch_llama(model: nn.Module | None = None) -> None:
         patch = _patch_of(decoder)
         if patch is not None and patch.class_wide:
             raise ValueError(
-                "model must have been patched by itself, got one under the class-wide patch. Call unpatch_llama() "
-                "without a model, or the remove() of the handle that patch_llama() returned."
+                "model must have been patched by itself, got one under the class-wide patch. Call "
+                "unpatch_llama() without a model, or the remove() of the handle that patch_llama() "
+                "returned."
             )
         _restore(decoder)
 
 
 class PatchHandle:
-    """Undoes a `patch_llama`: by `remove()`, or at the end of a `with` block. Removing twice does
-    nothing more.
+    """Undoes a `patch_llama`: by `remove()`, or at the end of a `with` block.
+
+    A patch that has replaced this one goes with it. Removing twice does nothing more.
 
     Attributes:
         config: the options of the patch.
@@ -120,14 +124,18 @@ class PatchHandle:
 
     def __init__(self, config: DynamicYaRNConfig, decoder: LlamaModel | None = None) -> None:
         self.config = config
+        self._removed = False
         # Weak, so that a handle somebody keeps does not keep the model's memory.
         self._decoder = None if decoder is None else weakref.ref(decoder)
 
     def remove(self) -> None:
         """Gives back the stock model; for a class-wide patch, all the models that it patched."""
         with _lock:
+            if self._removed:
+                return
+            self._removed = True
             if self._decoder is None:
-                _remove_class_wide(self)
+                _remove_class_wide()
             elif (decoder := self._decoder()) is not None:
                 _restore(decoder)
 
@@ -139,8 +147,7 @@ class PatchHandle:
 
 
 class UnrotatedEmbedding(nn.Module):
-    """Stands in for a rotary embedding with cos = 1 and sin = 0, so that the model's own code
-    rotates nothing.
+    """Stands in for a rotary embedding: cos = 1, sin = 0, so that the model rotates nothing.
 
     The stock module lives on inside, to follow the model to other devices and dtypes until it is
     put back.
@@ -153,13 +160,16 @@ class UnrotatedEmbedding(nn.Module):
     def forward(
         self, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, `(1, 1, 1)` each. As integers they leave queries and keys in the dtype they have."""
+        """Returns cos and sin, `(1, 1, 1)`: integers, which leave any states their dtype."""
         one = torch.ones((1, 1, 1), dtype=torch.int8, device=x.device)
         return one, one - one
 
 
 class _Patch:
-    """The hooks of one patched decoder, and what it takes to remove them. A deep copy of the model gets its own."""
+    """The hooks of one patched decoder, and what it takes to undo them.
+
+    A deep copy of the model gets a deep copy of this.
+    """
 
     def __init__(
         self,
@@ -171,26 +181,27 @@ class _Patch:
         self.config = config
         self.schedule = schedule
         self.class_wide = class_wide
-        self.argument_names = list(inspect.signature(type(decoder).forward).parameters)[1:]
-        self.cache_keyword = next(name for name in CACHE_KEYWORDS if name in self.argument_names)
-        self.stock_configs = [layer.config for layer in _attention_layers(decoder)]
+        self.stock_configs = [(layer, layer.config) for layer in _attention_layers(decoder)]
         self.hooks = (
             decoder.register_forward_pre_hook(self.before_forward, with_kwargs=True),
-            decoder.register_forward_hook(self.after_forward, with_kwargs=True),
+            decoder.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True),
         )
 
     def before_forward(
         self, decoder: LlamaModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Checks and plans a call, then opens its cache. Where the call is refused, nothing has changed."""
-        kwargs = {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
-        given = [
-            kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None
-        ]
+        """Checks and plans a call, then opens its cache. A refused call has changed nothing."""
+        if self.class_wide and _class_wide is None:  # a copy from a time when it was
+            _restore(decoder)
+            return args, kwargs
+        kwargs = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+        names = ("input_ids", "inputs_embeds")
+        given = [kwargs[name] for name in names if kwargs.get(name) is not None]
         if len(given) != 1:
             return (), kwargs  # the decoder's own error says it best
-        cache = self._cache(decoder, kwargs, batch=given[0].shape[0])
-        output_attentions = kwargs.get("output_attentions")
+        _check_causal(decoder.config, kwargs)
+        batch = given[0].shape[0]
+        cache = self._cache(decoder, kwargs, batch)
         plan = make_plan(
             schedule=self.schedule,
             cache=cache if isinstance(cache, DynamicYaRNCache) else None,
@@ -198,49 +209,52 @@ class _Patch:
             attention_mask=kwargs.get("attention_mask"),
             position_ids=kwargs.get("position_ids"),
             backend=_backend(decoder.config),
-            output_attentions=decoder.config.output_attentions
-            if output_attentions is None
-            else output_attentions,
+            output_attentions=_option(decoder, kwargs, "output_attentions"),
         )
         if cache is not None:
-            cache = DynamicYaRNCache.adopt(cache)
-            cache.begin(plan)
-        kwargs[self.cache_keyword] = cache
-        kwargs["position_ids"] = plan.positions[:, plan.past :].clamp(min=0)
-        # A 4-D mask goes through the decoder as it is: with this one, no stock mask is built. The
+            plan.cache = DynamicYaRNCache.adopt(cache)
+            plan.cache.begin(plan)
+        kwargs[CACHE_KEYWORD] = plan.cache
+        kwargs["position_ids"] = plan.new.clamp(min=0)
+        # A 4-D mask goes through the decoder as it is: with this one no stock mask is built. The
         # plan has the real one.
-        kwargs["attention_mask"] = given[0].new_empty(
-            (given[0].shape[0], 1, 0, 0), dtype=torch.bool
-        )
+        kwargs["attention_mask"] = given[0].new_empty((batch, 1, 0, 0), dtype=torch.bool)
         kwargs[PLAN_KEYWORD] = plan
         return (), kwargs
 
     def after_forward(
         self, decoder: LlamaModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Commits the call to its cache."""
-        cache, plan = kwargs.get(self.cache_keyword), kwargs.get(PLAN_KEYWORD)
-        if isinstance(cache, DynamicYaRNCache) and isinstance(plan, AttentionPlan):
-            cache.commit(plan.positions, plan.schedule, plan.packed)
+        """Commits the call to its cache, or, after an error (no output), closes the cache."""
+        plan = kwargs.get(PLAN_KEYWORD)
+        if not isinstance(plan, AttentionPlan) or plan.cache is None:
+            return
+        if output is None:
+            plan.cache.close()
+        else:
+            plan.cache.commit(plan.new, plan.schedule, plan.packed)
 
     def _cache(self, decoder: LlamaModel, kwargs: dict[str, Any], batch: int) -> Any:
-        """Takes the caller's cache out of `kwargs` and checks it; makes one where the stock model would."""
+        """Takes the cache out of `kwargs` and checks it; makes one where a stock model would."""
         given = [kwargs.pop(name) for name in CACHE_KEYWORDS if name in kwargs]
         cache = next((cache for cache in given if cache is not None), None)
         if isinstance(cache, DynamicYaRNCache):
             cache.check_fits(self.schedule, batch, decoder.config.num_hidden_layers)
         elif cache is not None:
             DynamicYaRNCache.check_adoptable(cache)
-        if decoder.training and torch.is_grad_enabled() and decoder.gradient_checkpointing:
-            # The layers will drop the cache, since the backward pass would fill it a second time.
-            if cache is not None and cache.get_seq_length() > 0:
+        # Under checkpointing the layers drop the cache, which the backward pass would fill again;
+        # before transformers 5.24 also where there will be no backward pass.
+        checkpointing = decoder.training and decoder.gradient_checkpointing
+        if checkpointing and (torch.is_grad_enabled() or TRANSFORMERS < (5, 24)):
+            useless = cache is not None and not torch.is_grad_enabled()
+            if useless or (cache is not None and cache.get_seq_length() > 0):
                 raise ValueError(
-                    f"the cache must be empty under gradient checkpointing, which cannot use it, got "
-                    f"{cache.get_seq_length()} tokens. Call model.gradient_checkpointing_disable(), or model.eval()."
+                    "a model that checkpoints gradients in training mode must be called without a "
+                    f"cache, got a {type(cache).__name__} with {cache.get_seq_length()} tokens. "
+                    "Call model.eval(), or pass use_cache=False."
                 )
             return None
-        use_cache = kwargs.get("use_cache")
-        if cache is None and (decoder.config.use_cache if use_cache is None else use_cache):
+        if cache is None and _option(decoder, kwargs, "use_cache"):
             return DynamicYaRNCache()
         return cache
 
@@ -299,7 +313,7 @@ def resolve_schedule(model_config: PretrainedConfig, config: DynamicYaRNConfig) 
 
 def _rope_parameters(model_config: PretrainedConfig) -> dict[str, Any]:
     """The rope parameters that the model itself goes by, in the spelling of transformers 5."""
-    if TRANSFORMERS_MAJOR >= 5:
+    if TRANSFORMERS >= (5, 0):
         return {"rope_type": "default", **model_config.rope_parameters}
     theta, scaling = model_config.rope_theta, model_config.rope_scaling or {}
     newer = getattr(model_config, "rope_parameters", None)
@@ -317,9 +331,30 @@ def _backend(model_config: PretrainedConfig) -> str:
     if backend in ("eager", "sdpa") or ("flash" in backend and "paged" not in backend):
         return backend
     raise ValueError(
-        f"the attention implementation of a patched model must be eager, sdpa or a flash attention, got {backend!r}. "
-        'Call model.set_attn_implementation("sdpa") first.'
+        "the attention implementation of a patched model must be eager, sdpa or a flash attention, "
+        f'got {backend!r}. Call model.set_attn_implementation("sdpa") first.'
     )
+
+
+def _check_causal(model_config: PretrainedConfig, kwargs: dict[str, Any]) -> None:
+    if not getattr(model_config, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise ValueError(
+            "a patched model must attend causally, got is_causal=False. Leave it unpatched, or "
+            "pass a 4-D attention_mask."
+        )
+    lengths = [
+        name for name in kwargs if name.startswith("cu_seq_lens") and kwargs[name] is not None
+    ]
+    if lengths:
+        raise ValueError(
+            f"packed documents must be told apart by position_ids, got {lengths}. Pass "
+            "position_ids that restart at each document instead."
+        )
+
+
+def _option(decoder: LlamaModel, kwargs: dict[str, Any], name: str) -> bool:
+    value = kwargs.get(name)
+    return bool(getattr(decoder.config, name) if value is None else value)
 
 
 def _find_decoder(model: nn.Module) -> LlamaModel:
@@ -330,16 +365,20 @@ def _find_decoder(model: nn.Module) -> LlamaModel:
         raise ValueError(
             f"model must hold one Llama decoder, got {len(decoders)}. Patch them one by one."
         )
-    types = [
-        getattr(getattr(module, "config", None), "model_type", None)
-        for module in (*decoders, model)
-    ]
-    if not decoders or types[0] not in SUPPORTED_MODEL_TYPES:
+    if not decoders or not _is_supported(decoders[0]):
+        model_type = getattr(getattr((*decoders, model)[0], "config", None), "model_type", None)
         raise TypeError(
-            f"model must be of one of the supported families {SUPPORTED_MODEL_TYPES}, got {type(model).__name__} of "
-            f"model_type {types[0]!r}."
+            f"model must be of one of the supported families {SUPPORTED_MODEL_TYPES}, with one "
+            f"attention layer of its own in each decoder layer, got {type(model).__name__} of "
+            f"model_type {model_type!r}."
         )
     return decoders[0]
+
+
+def _is_supported(decoder: LlamaModel) -> bool:
+    """Whether the decoder is of a supported family, with the attention layers it came with."""
+    of_family = decoder.config.model_type in SUPPORTED_MODEL_TYPES
+    return of_family and len(_attention_layers(decoder)) == len(decoder.layers)
 
 
 def _attention_layers(decoder: LlamaModel) -> list[LlamaAttention]:
@@ -352,10 +391,7 @@ def _patch_of(decoder: LlamaModel) -> _Patch | None:
 
 
 def _check_and_patch(decoder: LlamaModel, config: DynamicYaRNConfig, class_wide: bool) -> None:
-    if not getattr(decoder.config, "is_causal", True):
-        raise ValueError(
-            "model must be causal, got a config with is_causal=False. Leave the model unpatched."
-        )
+    _check_causal(decoder.config, {})
     schedule = resolve_schedule(decoder.config, config)
     _backend(decoder.config)
     replaced = _patch_of(decoder)
@@ -371,18 +407,19 @@ def _check_and_patch(decoder: LlamaModel, config: DynamicYaRNConfig, class_wide:
     attention_config._attn_implementation = ATTENTION_NAME
     for layer in _attention_layers(decoder):
         layer.config = attention_config
+    _patched.add(decoder)
 
 
 def _restore(decoder: LlamaModel) -> None:
     patch = _patch_of(decoder)
     if patch is None:
         return
-    del decoder._dynamic_yarn
-    decoder.rotary_emb = decoder.rotary_emb.stock
-    for layer, config in zip(_attention_layers(decoder), patch.stock_configs, strict=True):
-        layer.config = config
     for hook in patch.hooks:
         hook.remove()
+    decoder.rotary_emb = decoder.rotary_emb.stock
+    for layer, config in patch.stock_configs:
+        layer.config = config
+    del decoder._dynamic_yarn
 
 
 def _patch_class_wide(config: DynamicYaRNConfig) -> PatchHandle:
@@ -391,34 +428,37 @@ def _patch_class_wide(config: DynamicYaRNConfig) -> PatchHandle:
         logger.warning(
             f"patch_llama: Llama was patched already; {config} replaces {_class_wide.config}."
         )
-        _remove_class_wide(_class_wide)
+        _remove_class_wide()
     _class_wide = PatchHandle(config)
-    # LlamaModel has no __call__ of its own, so nothing is overwritten, and deleting this one
-    # restores it.
+    # LlamaModel has no __call__ of its own: nothing is overwritten, and deleting it restores all.
     LlamaModel.__call__ = _patch_and_call
     return _class_wide
 
 
 def _patch_and_call(decoder: LlamaModel, *args: Any, **kwargs: Any) -> Any:
-    """`LlamaModel.__call__` under the class-wide patch: patches the model if it is not, then calls it."""
+    """`LlamaModel.__call__` under the class-wide patch: patches the model first if it is not."""
     with _lock:
-        if _class_wide is not None and _patch_of(decoder) is None:
+        if _class_wide is not None and _patch_of(decoder) is None and _is_supported(decoder):
             _check_and_patch(decoder, _class_wide.config, class_wide=True)
     return super(LlamaModel, decoder).__call__(*args, **kwargs)
 
 
-def _remove_class_wide(handle: PatchHandle | None) -> None:
+def _remove_class_wide() -> None:
     global _class_wide
-    if handle is None or handle is not _class_wide:
+    if _class_wide is None:
         return
     _class_wide = None
     del LlamaModel.__call__
     for decoder in _live_decoders():
-        if _patch_of(decoder).class_wide:
+        patch = _patch_of(decoder)
+        if patch is not None and patch.class_wide:
             _restore(decoder)
 
 
 def _live_decoders() -> list[LlamaModel]:
-    """Every patched decoder of this process. The garbage collector knows deep copies too, which no list of ours would."""
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), LlamaModel)]
-    return [decoder for decoder in found if _patch_of(decoder) is not None]
+    """Every patched decoder of this process.
+
+    The garbage collector knows the deep copies, our own set those that were frozen away from it.
+    """
+    found = {thing for thing in gc.get_objects() if issubclass(type(thing), LlamaModel)}
+    return [decoder for decoder in found.union(_patched) if _patch_of(decoder) is not None]

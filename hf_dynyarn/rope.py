@@ -22,6 +22,7 @@ paper.
 """
 
 import math
+import numbers
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -269,10 +270,11 @@ def _check_number(
 ) -> None:
     if value is None:
         return
-    allowed = int if kind is int else (int, float)
+    allowed = numbers.Integral if kind is int else numbers.Real
     if isinstance(value, bool) or not isinstance(value, allowed):
         raise TypeError(
-            f"{name} must be a {kind.__name__} or None, got {value!r} of type {type(value).__name__}."
+            f"{name} must be a {kind.__name__} or None, got {value!r} of type "
+            f"{type(value).__name__}."
         )
     if not (math.isfinite(value) and value >= at_least and value > above):
         bound = f"at least {at_least}" if at_least > -math.inf else f"greater than {above}"

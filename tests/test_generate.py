@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from functools import partial
 
 import oracle
 import pytest
@@ -22,8 +23,15 @@ from conftest import (
 from transformers import DynamicCache, PreTrainedTokenizerFast, TextStreamer, pipeline
 
 from hf_dynyarn import DynamicYaRNCache, patch_llama
+from hf_dynyarn.cache import RotatedKeys
 
 STEPS = [1, 7, None]  # None: the default, 1 for a window of 32
+
+
+@pytest.fixture(params=[True, False], ids=["rotated copy", "no copy"])
+def new_cache(request):
+    """Makes caches with or without a rotated copy, which must not differ in anything but cost."""
+    return partial(DynamicYaRNCache, rotated_copy=request.param)
 
 
 def in_chunks(model, ids, sizes, cache=None, **kwargs):
@@ -106,30 +114,16 @@ class TestTeeth:
 
 
 def stale_logits(model, ids):
-    """Token by token, each key rotated once and for all at the scale of its own position."""
-    from hf_dynyarn import attention
+    """Token by token, each key rotated once and for all at the scale of its own time."""
+    advance = RotatedKeys.advance
 
-    scale_of_key = []
+    def never_again(self, keys, first, last, scales, tables):
+        self._scales = scales if self._last else []
+        return advance(self, keys, first, last, scales, tables)
 
-    def rotate_at_own_scale(states, cos, sin):
-        own = attention_rotate(states, cos, sin)
-        if states.shape[2] == 1 and states.shape[1] == 4:
-            return own  # the query
-        fresh = own[:, :, -1:]
-        layer = len(scale_of_key) % model.config.num_hidden_layers
-        held = (
-            [fresh] if len(scale_of_key) < model.config.num_hidden_layers else [stale[layer], fresh]
-        )
-        scale_of_key.append(None)
-        stale[layer] = torch.cat(held, 2)
-        return stale[layer]
-
-    stale, attention_rotate = {}, attention.rotate
-    attention.rotate = rotate_at_own_scale
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RotatedKeys, "advance", never_again)
         return in_chunks(model, ids, 1)
-    finally:
-        attention.rotate = attention_rotate
 
 
 class TestAnyCut:
@@ -142,10 +136,11 @@ class TestAnyCut:
             assert_close(in_chunks(model, ids, [cut, 70 - cut]), whole)
 
     @pytest.mark.parametrize("size", [1, 3, 16, 32, 33, 64])
-    def test_chunks(self, model, size):
+    def test_chunks(self, model, new_cache, size):
         ids = random_ids(100, rows=2)
-        patch_llama(model)
-        assert_close(in_chunks(model, ids, size), logits_of(model, ids, use_cache=False))
+        patch_llama(model, rescale_every=7)
+        whole = logits_of(model, ids, use_cache=False)
+        assert_close(in_chunks(model, ids, size, new_cache()), whole)
 
     def test_exactly_in_float64(self, model):
         ids = random_ids(80)
@@ -178,11 +173,11 @@ class TestAnyCut:
 class TestDecoding:
     """Whatever the decoding, a cache changes nothing."""
 
-    def test_greedy(self, model):
+    def test_greedy(self, model, new_cache):
         prompt = random_ids(20)
         patch_llama(model, rescale_every=7)
         expected = generate(model, prompt, use_cache=False)
-        cache = DynamicYaRNCache()
+        cache = new_cache()
         assert torch.equal(generate(model, prompt, cache), expected)
         assert torch.equal(generate(model, prompt), expected)
         assert cache.get_seq_length() == 59
@@ -198,13 +193,13 @@ class TestDecoding:
         assert torch.equal(*drawn)
         assert not torch.equal(drawn[0], generate(model, prompt))
 
-    def test_beam_search(self, model):
+    def test_beam_search(self, model, new_cache):
         prompt = random_ids(25, rows=2)
         patch_llama(model)
         beams = {"num_beams": 4, "num_return_sequences": 3}
         expected = generate(model, prompt, use_cache=False, **beams)
         assert expected.shape == (6, 40)
-        assert torch.equal(generate(model, prompt, DynamicYaRNCache(), **beams), expected)
+        assert torch.equal(generate(model, prompt, new_cache(), **beams), expected)
 
     def test_several_samples_of_one_prompt(self, model):
         prompt = random_ids(25)
@@ -295,11 +290,11 @@ class TestBatches:
         return [random_ids(length, seed=length)[0] for length in self.LENGTHS]
 
     @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-    def test_each_row_is_its_solo_run(self, attention):
+    def test_each_row_is_its_solo_run(self, attention, new_cache):
         model = tiny_llama(attn_implementation=attention)
         patch_llama(model, rescale_every=7)
         ids, mask = left_padded(self.rows())
-        together = generate(model, ids, DynamicYaRNCache(), attention_mask=mask)
+        together = generate(model, ids, new_cache(), attention_mask=mask)
         for row, tokens in zip(together, self.rows(), strict=True):
             assert torch.equal(row, generate(model, tokens[None], use_cache=False)[0])
 
@@ -362,6 +357,26 @@ class TestBatches:
         for index, row in enumerate(together):
             solo = torch.cat((first[index], reply[index], more[index]))
             assert torch.equal(row, generate(model, solo[None], use_cache=False)[0])
+
+    def test_positions_go_on_from_the_cache(self, model):
+        """Also where they did not begin at 0, and where a mask hides tokens that were seen before."""
+        patch_llama(model)
+        ids = random_ids(60, rows=2)
+        offset = torch.arange(7, 67)[None]
+        expected = logits_of(model, ids, position_ids=offset, use_cache=False)
+        for mask in ({}, {"attention_mask": torch.ones(2, 60)}):
+            cache = DynamicYaRNCache()
+            logits_of(model, ids[:, :40], cache, position_ids=offset[:, :40])
+            assert_close(logits_of(model, ids[:, 40:], cache, **mask), expected[:, 40:])
+        mask = torch.ones(2, 60)
+        mask[0, 5:25] = 0
+        allowed = torch.ones(60, 60).tril().bool()
+        allowed[40:, 5:25] = False
+        tokens = ids[0].tolist()
+        expected = oracle.llama_logits(tiny_llama(), tokens, WINDOW, 1, allowed=allowed.numpy())
+        cache = DynamicYaRNCache()
+        logits_of(model, ids[:, :40], cache)
+        assert_close(logits_of(model, ids[:, 40:], cache, attention_mask=mask)[0], expected[40:])
 
     def test_a_row_that_is_all_padding(self, model):
         patch_llama(model)
@@ -469,6 +484,53 @@ class TestPacked:
             logits.append(part)
         assert_close(torch.cat(logits, 1), self.solo(model))
 
+    def test_a_document_after_padding_in_another_row(self, model):
+        """The row with a pad in its middle stays one document."""
+        patch_llama(model)
+        ids, more = random_ids(6, rows=2), random_ids(2, rows=2, seed=1)
+        mask = torch.ones(2, 6)
+        mask[0, 3] = 0
+        cache = DynamicYaRNCache()
+        logits_of(model, ids, cache, attention_mask=mask)
+        logits_of(model, more[:, :1], cache, position_ids=torch.tensor([[5], [0]]))
+        logits = logits_of(model, more[:, 1:], cache, position_ids=torch.tensor([[6], [1]]))
+        solo = torch.cat((ids[:1, :3], ids[:1, 4:], more[:1]), 1)
+        assert_close(logits[0], logits_of(model, solo)[0, -1:])
+        assert_close(logits[1], logits_of(model, more[1:])[0, -1:])
+
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+    def test_a_mask_for_each_head(self, attention, kind, new_cache):
+        model = tiny_llama(attn_implementation=attention)
+        patch_llama(model)
+        ids = random_ids(60, rows=2)
+        mask = torch.ones(1, 4, 60, 60).tril().bool()
+        mask[:, 2, :, 3:9] = False
+        mask[:, 2] |= torch.eye(60).bool()
+        if kind != torch.bool:
+            mask = torch.zeros(1, 4, 60, 60).masked_fill(~mask, torch.finfo(kind).min)
+        whole = logits_of(model, ids, attention_mask=mask, use_cache=False)
+        assert (whole - logits_of(model, ids)).abs().max() > 0.1
+        cache, logits = new_cache(), []
+        for start in range(0, 60, 4):
+            part = mask[:, :, start : start + 4, : start + 4]
+            logits.append(logits_of(model, ids[:, start : start + 4], cache, attention_mask=part))
+        assert_close(torch.cat(logits, 1), whole)
+
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    def test_a_mask_of_a_wider_dtype(self, attention):
+        """Its lowest number is -inf in the model's dtype, and a row of these would be NaN."""
+        model = tiny_llama(attn_implementation=attention).half()
+        patch_llama(model)
+        mask = torch.zeros(1, 1, 60, 60)
+        mask = mask.masked_fill(~torch.ones(60, 60).tril().bool(), torch.finfo(torch.float32).min)
+        mask[..., :3] = torch.finfo(torch.float32).min
+        positions = (torch.arange(60) - 3)[None]
+        logits = logits_of(model, random_ids(60), attention_mask=mask, position_ids=positions)
+        assert logits.isfinite().all()
+        solo = logits_of(model, random_ids(60)[:, 3:])
+        assert_close(logits[:, 3:], solo, 0.05)
+
     def test_a_mask_that_is_not_causal(self, model):
         """A prefix that sees itself both ways, past the window: the oracle says what that is."""
         ids = random_ids(60)
@@ -487,8 +549,12 @@ class TestCacheOperations:
         patch_llama(model, rescale_every=7)
         return model
 
+    @pytest.fixture(autouse=True)
+    def both_kinds(self, new_cache):
+        self.new_cache = new_cache
+
     def filled(self, model, ids):
-        cache = DynamicYaRNCache()
+        cache = self.new_cache()
         logits_of(model, ids, cache)
         return cache
 
@@ -503,7 +569,7 @@ class TestCacheOperations:
         ids, seen = random_ids(60), []
         layer = patched.model.layers[1].self_attn
         hook = layer.k_proj.register_forward_hook(lambda module, args, out: seen.append(out))
-        cache = DynamicYaRNCache()
+        cache = self.new_cache()
         in_chunks(patched, ids, 25, cache)
         hook.remove()
         expected = torch.cat(seen, 1).view(1, 60, 2, 16).transpose(1, 2)
@@ -525,6 +591,29 @@ class TestCacheOperations:
         assert cache.scales == []
         self.assert_holds(cache, patched, random_ids(3, rows=2)[:, :0])
 
+    def test_crop_and_other_tokens(self, patched):
+        """What was rotated of the tokens that went must not serve those that come."""
+        ids, other = random_ids(40), random_ids(40, seed=1)
+        cache = self.filled(patched, ids)
+        cache.crop(-5)
+        expected = logits_of(patched, torch.cat((ids[:, :-5], other), 1), use_cache=False)[:, -40:]
+        assert_close(in_chunks(patched, other, 1, cache), expected)
+
+    def test_crop_back_to_one_document(self, patched):
+        ids, positions = random_ids(60), torch.tensor([[*range(40), *range(20)]])
+        cache = self.new_cache()
+        logits_of(patched, ids, cache, position_ids=positions)
+        cache.crop(-20)
+        reply = generate(patched, ids[:, :41], cache)
+        assert torch.equal(reply, generate(patched, ids[:, :41], use_cache=False))
+
+    def test_assigned_keys(self, patched):
+        """transformers' own code assigns them; the rotated copy must not be of those before."""
+        one, other = (self.filled(patched, random_ids(45, seed=seed)) for seed in (1, 2))
+        for layer, of_other in zip(one.layers, other.layers, strict=True):
+            layer.keys, layer.values = of_other.keys.clone(), of_other.values.clone()
+        self.assert_holds(one, patched, random_ids(45, seed=2))
+
     def test_reorder(self, patched):
         ids = random_ids(60, rows=3)
         cache = self.filled(patched, ids)
@@ -534,7 +623,7 @@ class TestCacheOperations:
     def test_reorder_of_unequal_rows(self, patched):
         rows = [random_ids(length, seed=length)[0] for length in (20, 50)]
         ids, mask = left_padded(rows)
-        cache = DynamicYaRNCache()
+        cache = self.new_cache()
         logits_of(patched, ids, cache, attention_mask=mask)
         cache.reorder_cache(torch.tensor([1, 0]))
         assert cache.scales == [oracle.scale_at(49, WINDOW, 7), 1]
@@ -551,10 +640,11 @@ class TestCacheOperations:
         self.assert_holds(cache, patched, ids.repeat_interleave(3, 0))
 
     @pytest.mark.parametrize("indices", [[2, 0], [True, False, True]], ids=["indices", "mask"])
-    def test_select(self, patched, indices):
+    @pytest.mark.parametrize("as_tensor", [True, False])
+    def test_select(self, patched, indices, as_tensor):
         ids = random_ids(60, rows=3)
         cache = self.filled(patched, ids)
-        cache.batch_select_indices(torch.tensor(indices))
+        cache.batch_select_indices(torch.tensor(indices) if as_tensor else indices)
         self.assert_holds(cache, patched, ids[torch.tensor(indices)])
 
     def test_reset(self, patched):

@@ -37,7 +37,10 @@ from transformers import (
     StaticCache,
 )
 
+from transformers.models.llama.modeling_llama import LlamaAttention
+
 from hf_dynyarn import DynamicYaRNCache, DynamicYaRNConfig, patch, patch_llama, unpatch_llama
+from hf_dynyarn import cache as cache_module
 
 LONG = random_ids(70)
 
@@ -153,6 +156,38 @@ class TestOneModel:
         unpatch_llama()
         assert not is_patched(twin)
 
+    def test_handles_of_a_patch_and_of_its_replacement(self, model):
+        stock = logits_of(model, LONG)
+        first = patch_llama(model)
+        patch_llama(model, rescale_every=9)
+        first.remove()
+        assert torch.equal(logits_of(model, LONG), stock)
+        patch_llama(model)
+        first.remove()
+        assert not torch.equal(logits_of(model, LONG), stock), "removing twice does nothing more"
+
+    def test_removal_after_pruning(self, model):
+        stock, handle = tiny_llama(), patch_llama(model)
+        for one in (model, stock):
+            one.model.layers = one.model.layers[:2]
+            one.config.num_hidden_layers = 2
+        handle.remove()
+        assert traces(model) == traces(stock)
+        assert torch.equal(logits_of(model, LONG), logits_of(stock, LONG))
+
+    def test_eager_attention_of_a_subclass(self):
+        model = tiny_llama(attn_implementation="eager")
+
+        class Subclass(LlamaAttention):
+            pass
+
+        Subclass.__module__ = __name__
+        patch_llama(model)
+        expected = logits_of(model, LONG)
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = Subclass
+        assert torch.equal(logits_of(model, LONG), expected)
+
     def test_moves_between_dtypes_while_patched(self, model):
         twin = copy.deepcopy(model).double()
         patch_llama(model)
@@ -234,8 +269,9 @@ class TestClassWide:
         assert [record.getMessage().count("replaces") for record in caplog.records] == [1]
         second = logits_of(model, LONG)
         assert not torch.equal(first, second)
-        old.remove()  # it was replaced: the newer patch stands
-        assert torch.equal(logits_of(model, LONG), second)
+        unpatch_llama()
+        old.remove()  # removes the patch that replaced it, so nothing here
+        assert not torch.equal(logits_of(model, LONG), second)
 
     def test_unpatch_all_finds_every_model(self, model):
         other = tiny_llama(seed=1)
@@ -261,6 +297,22 @@ class TestClassWide:
             model(LONG)
         unpatch_llama()
         model(LONG)
+
+    def test_models_that_the_garbage_collector_no_longer_lists(self, model):
+        with patch_llama():
+            logits_of(model, LONG)
+            gc.freeze()
+        gc.unfreeze()
+        assert traces(model) == traces(tiny_llama())
+
+    def test_models_pickled_under_it_are_stock_after_it(self, model):
+        stock = logits_of(model, LONG)
+        with patch_llama():
+            logits_of(model, LONG)
+            pickled = pickle.dumps(model)
+        twin = pickle.loads(pickled)
+        assert torch.equal(logits_of(twin, LONG), stock)
+        assert traces(twin) == traces(tiny_llama())
 
     def test_first_calls_from_two_threads(self):
         model, results = tiny_llama(), []
@@ -466,7 +518,7 @@ class TestRefusedModels:
             vocab_size=97,
         )
         with pytest.raises(
-            TypeError, match=r"\('llama',\), got Qwen2ForCausalLM of model_type 'qwen2'"
+            TypeError, match=r"\('llama',\).*got Qwen2ForCausalLM of model_type 'qwen2'"
         ):
             patch_llama(Qwen2ForCausalLM(config))
 
@@ -481,13 +533,32 @@ class TestRefusedModels:
             patch_llama(nn.ModuleList([model, tiny_llama()]))
 
     def test_a_model_that_is_not_causal(self, model):
-        model.config.is_causal = False
-        with pytest.raises(ValueError, match="must be causal"):
+        patched = tiny_llama()
+        patch_llama(patched)
+        for one in (model, patched):
+            one.config.is_causal = False
+        with pytest.raises(ValueError, match="must attend causally"):
             patch_llama(model)
+        with pytest.raises(ValueError, match="must attend causally"):
+            patched(LONG)
+
+    def test_attention_that_is_not_llamas_own(self, model):
+        model.model.layers[1].self_attn = nn.Identity()
+        with pytest.raises(TypeError, match="one attention layer of its own in each decoder layer"):
+            patch_llama(model)
+
+    def test_a_family_that_only_inherits(self, model):
+        """Class-wide, it is left alone."""
+        model.config.model_type = "fancy"
+        stock = logits_of(model, LONG)
+        with pytest.raises(TypeError, match="of model_type 'fancy'"):
+            patch_llama(model)
+        with patch_llama():
+            assert torch.equal(logits_of(model, LONG), stock)
 
     def test_a_config_written_by_a_newer_transformers(self, monkeypatch):
         """transformers 4 reads rope_theta alone, and would take its default for what rope_parameters say."""
-        monkeypatch.setattr(patch, "TRANSFORMERS_MAJOR", 4)
+        monkeypatch.setattr(patch, "TRANSFORMERS", (4, 57))
         config = SimpleNamespace(
             rope_theta=1e4,
             rope_scaling=None,
@@ -670,6 +741,30 @@ class TestAFailedCallLeavesTheCacheAsItWas:
         with pytest.raises(TypeError, match="bool or floating point, got torch.int64"):
             logits_of(model, LONG[:, :3], cache, attention_mask=mask)
 
+    def test_a_mask_that_shows_padding(self, case):
+        model, cache = case
+        if cache.get_seq_length():
+            padded, ids = DynamicYaRNCache(), random_ids(50, rows=2)
+            mask = torch.ones(2, 50)
+            mask[0, :9] = 0
+            logits_of(model, ids, padded, attention_mask=mask)
+            with pytest.raises(ValueError, match="got one that shows padding"):
+                logits_of(model, ids[:, :1], padded, attention_mask=torch.ones(2, 51))
+            with pytest.raises(
+                ValueError, match="got one that shows padding|go on from the tokens"
+            ):
+                generate(model, torch.cat((ids, ids[:, :1]), 1), padded)
+
+    @pytest.mark.parametrize(
+        "kwargs",
+        [{"is_causal": False}, {"cu_seq_lens_q": torch.tensor([0, 3]).int()}],
+        ids=["is_causal", "cu_seq_lens"],
+    )
+    def test_keywords_of_kernels(self, case, kwargs):
+        model, cache = case
+        with pytest.raises(ValueError, match="is_causal=False|told apart by position_ids"):
+            logits_of(model, LONG[:, :3], cache, **kwargs)
+
     def test_positions_that_leave_a_gap(self, case):
         model, cache = case
         if cache.get_seq_length():
@@ -691,21 +786,38 @@ class TestAFailedCallLeavesTheCacheAsItWas:
             logits_of(model, LONG[:, :9], cache)
         hook.remove()
 
-    def test_an_interrupt_closes_the_cache_to_unpatched_models(self, case):
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+    def test_an_error_closes_the_cache_to_unpatched_models(self, case, error):
+        """Even where somebody keeps the exception, and the failed call's frames with it."""
         model, cache = case
 
         def fail(*_):
-            raise KeyboardInterrupt
+            raise error("half way")
 
         hook = model.model.layers[1].mlp.register_forward_pre_hook(fail)
-        try:
+        with pytest.raises(error) as kept:
             logits_of(model, LONG[:, :9], cache)
-        except KeyboardInterrupt:
-            pass
         hook.remove()
-        gc.collect()
         with pytest.raises(TypeError, match="patched model"):
             logits_of(tiny_llama(), LONG[:, :9], cache)
+        assert kept
+
+    @pytest.mark.parametrize("at", range(9))
+    def test_an_interrupt_while_keys_are_rotated(self, case, at, monkeypatch):
+        """The rotated copy must not be taken for whole."""
+        model, cache = case
+        monkeypatch.setattr(cache_module, "ROTATED_AT_A_TIME", 8)
+        rotate, calls = cache_module.rotate, []
+
+        def interrupted(*args):
+            calls.append(None)
+            if len(calls) == at + 1:
+                raise KeyboardInterrupt
+            return rotate(*args)
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(cache_module, "rotate", interrupted)
+            logits_of(model, random_ids(20, seed=5), cache)
 
     def test_operations_after_a_failure(self, case):
         model, cache = case
