@@ -1,5 +1,6 @@
-"""Reads a real text past a model's window in chunks, shows the perplexity as it goes, then lets the
-model go on.
+"""Reads a real text past a model's window, shows the perplexity, then lets the model go on.
+
+The text is read in chunks, which changes nothing in the result.
 
     python examples/demo.py                     SmolLM2-135M-Instruct, 12,288 tokens of Python's
     reference (window: 8,192) python examples/demo.py --model ID          a Llama from the Hub, or a
@@ -52,7 +53,7 @@ def main(arguments: argparse.Namespace) -> None:
 
     from hf_dynyarn import DynamicYaRNCache, patch_llama
 
-    logging.set_verbosity_error()  # transformers warns of texts past the window, which is what we are here for
+    logging.set_verbosity_error()  # transformers warns of texts past the window: that is the point
     folder = arguments.model or smollm2()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -78,7 +79,7 @@ def main(arguments: argparse.Namespace) -> None:
     def read(
         chunk: torch.Tensor, targets: torch.Tensor, cache: DynamicCache | DynamicYaRNCache
     ) -> float:
-        """Appends a chunk `(1, T)` to the cache; returns the perplexity of the tokens that follow each of it."""
+        """Appends a chunk `(1, T)` to the cache; returns the perplexity of its targets."""
         logits = model(chunk, **{cache_keyword: cache}).logits[0]
         return math.exp(torch.nn.functional.cross_entropy(logits.float(), targets[0]).item())
 
@@ -112,9 +113,8 @@ def main(arguments: argparse.Namespace) -> None:
         **{cache_keyword: cache},
     )
     new = output.shape[1] - ids.shape[1]
-    print(
-        f"\n{new / (time.perf_counter() - began):.1f} tokens per second at {cache.get_seq_length()} tokens"
-    )
+    speed = new / (time.perf_counter() - began)
+    print(f"\n{speed:.1f} tokens per second at {cache.get_seq_length()} tokens")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Dynamic YaRN for Hugging Face Transformers, with a KV cache that stays exact as the scale changes."""
+"""Dynamic YaRN for Hugging Face Transformers, with a KV cache that stays exact."""
 
 from .cache import DynamicYaRNCache
 from .patch import PatchHandle, patch_llama, unpatch_llama

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -112,7 +113,7 @@ class AttentionPlan:
         first: int,
         last: int,
     ) -> Tables:
-        """cos and sin of keys `[first, last)` at the segment's scales, shared by all layers.
+        """Gives cos and sin of keys `[first, last)` at the segment's scales, for all layers.
 
         Args:
             segment: the segment.
@@ -343,7 +344,7 @@ def dynamic_yarn_attention(
         ValueError: there is no plan, or the keys are not those that were planned for.
     """
     plan = dynamic_yarn_plan
-    layer_idx: int = module.layer_idx
+    layer_idx: Any = module.layer_idx
     if plan is None:
         raise ValueError(
             "a patched attention layer must be called by its patched decoder, got a call without a "
@@ -454,7 +455,7 @@ def _attend_one(
         _grouped(query, key),
         key,
         value,
-        attn_mask=_grouped(mask, key),
+        attn_mask=None if mask is None else _grouped(mask, key),
         dropout_p=dropout,
         scale=scaling,
     )
@@ -493,17 +494,17 @@ def _attend_one_in_tiles(
     return output.reshape(query.shape[0], 1, query.shape[1], -1)
 
 
-def _grouped(states: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
+def _grouped(states: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Makes the query heads of a group the queries of their key head, so that no key is repeated.
 
     Args:
-        states: `(B, Hq, 1, X)`; a mask with one head, or None, is returned as it is.
+        states: `(B, Hq, 1, X)`; what has one head for all is returned as it is.
         key: `(B, Hkv, K, D)`.
 
     Returns:
         `(B, Hkv, Hq / Hkv, X)`.
     """
-    if states is None or states.shape[1] == 1:
+    if states.shape[1] == 1:
         return states
     return states.reshape(states.shape[0], key.shape[1], -1, states.shape[-1])
 
@@ -572,7 +573,7 @@ def _positions(
     position_ids: torch.Tensor | None,
     length: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Newest position of each row of the cache, `(B,)`, and positions of the new tokens, `(B, T)`."""
+    """Newest position in each row of the cache, `(B,)`, and those of the new tokens, `(B, T)`."""
     batch, past = held.shape
     newest = last_positions(held) if past else held.new_full((batch,), -1)
     if position_ids is None:
@@ -641,7 +642,7 @@ def _segments(
 
 
 def _first_keys(starts: torch.Tensor, past: int) -> torch.Tensor:
-    """First key of the document of each new token, 0 where it began in an earlier call: `(B, T)`."""
+    """First key of each new token's document, 0 where it began in an earlier call: `(B, T)`."""
     keys = past + torch.arange(starts.shape[1])
     return torch.where(starts, keys, 0).cummax(-1).values
 
@@ -654,7 +655,7 @@ def _told_apart(segments: list[Segment], starts: torch.Tensor, past: int, was_pa
 
 
 def _over_padding(scale: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Gives padding the scale of the token before it in its row, else of the one after, so that it cuts no segment."""
+    """Gives padding the scale of the token before it, else after it, so that it cuts nothing."""
     columns = torch.arange(scale.shape[1])
     before = torch.where(valid, columns, -1).cummax(-1).values
     after = valid.long().argmax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""`DynamicYaRNCache`: un-rotated keys, values, the position of every token, and a rotated copy of the keys.
+"""`DynamicYaRNCache`: un-rotated keys, values and positions, and a rotated copy of the keys.
 
 Keys are held as `k_proj` returns them, so that a key can be rotated at whatever scale the query
 that reads it has. Positions are one more buffer: whatever moves the keys (crop, reorder, repeat,
@@ -43,7 +43,7 @@ class RotatedKeys:
     """The keys of one layer, rotated at one scale per row, for as long as the scales stay."""
 
     def __init__(self) -> None:
-        self._buffer: torch.Tensor | None = None  # (B, Hkv, room, D)
+        self._buffer = torch.empty((0, 0, 0, 0))  # (B, Hkv, room, D)
         self.forget()
 
     def forget(self) -> None:
@@ -58,7 +58,7 @@ class RotatedKeys:
 
     def select(self, rows: list[int]) -> None:
         """Row `i` becomes what row `rows[i]` was."""
-        if self._buffer is not None and self._scales:
+        if self._scales:
             self._buffer = self._buffer[torch.tensor(rows, device=self._buffer.device)]
             self._scales = [self._scales[row] for row in rows]
 
@@ -69,18 +69,19 @@ class RotatedKeys:
 
         Args:
             keys: `(B, Hkv, L, D)`, un-rotated, all the keys of the layer.
-            first, last: the keys that are wanted rotated.
+            first: first key that is wanted rotated.
+            last: key after the last one.
             scales: of each row.
             tables: gives cos and sin at these scales.
 
         Returns:
             Keys `[first, last)`, rotated: `(B, Hkv, last - first, D)`, a view of a buffer.
         """
-        fits = self._buffer is not None and self._buffer.dtype == keys.dtype
-        if not fits or len(self._scales) != len(scales) or first < self._first:
-            self.forget()
-        if not fits or self._buffer.shape[:2] != keys.shape[:2]:
+        if _kind(self._buffer) != _kind(keys):
             self._buffer = keys.new_empty((*keys.shape[:2], 0, keys.shape[-1]))
+            self.forget()
+        if first < self._first:
+            self.forget()
         self._buffer = with_room(self._buffer, self._last, last, dim=2)
         stale = [row for row, scale in enumerate(scales) if self._scales[row : row + 1] != [scale]]
         begin, kept = self._last, self._first
@@ -116,18 +117,23 @@ class DynamicYaRNLayer(DynamicLayer):
     """One layer: un-rotated keys and values in buffers that grow ahead, and the rotated copy.
 
     Attributes:
-        keys, values: `(B, Hkv, T, D)`, views of the buffers: clone what must outlive the next change.
+        keys: `(B, Hkv, T, D)`, un-rotated, a view of a buffer: clone what must outlive a change.
+        values: `(B, Hkv, T, D)`, likewise.
         rotated: the rotated copy; None where the cache keeps none.
     """
 
     rotated: RotatedKeys | None
+    is_initialized: bool
+    _keys: Any  # (B, Hkv, room, D); None while empty
+    _values: Any
+    _length: int
 
     def __init__(self, rotated_copy: bool = True) -> None:
         self.rotated = RotatedKeys() if rotated_copy else None
         super().__init__()
 
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> Any:
         return None if self._keys is None else self._keys[:, :, : self._length]
 
     @keys.setter
@@ -138,7 +144,7 @@ class DynamicYaRNLayer(DynamicLayer):
             self.rotated.forget()
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> Any:
         return None if self._values is None else self._values[:, :, : self._length]
 
     @values.setter
@@ -358,7 +364,9 @@ class DynamicYaRNCache(Cache):
                 f"{_kind(layer.keys)}, got {_kind(key_states)}. Start a new DynamicYaRNCache, or "
                 "call the model as it was called before."
             )
-        return layer.update(key_states, value_states)
+        keys: torch.Tensor
+        keys, values = layer.update(key_states, value_states)
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of tokens held, padding included."""
@@ -381,7 +389,7 @@ class DynamicYaRNCache(Cache):
         for layer in self.layers:
             layer.shorten(length)
         self._length = length
-        if self.packed:
+        if self.positions is not None and self.packed:
             self.packed = bool(document_starts(self.positions)[:, 1:].any())
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -432,8 +440,8 @@ class DynamicYaRNCache(Cache):
             if layer.get_seq_length() < self._length:
                 raise ValueError(
                     f"layer {index} of the cache must hold {self._length} tokens like the cache "
-                    f"itself, got {layer.get_seq_length()}. Cut tokens off with cache.crop(), which "
-                    "crops the positions too."
+                    f"itself, got {layer.get_seq_length()}. Cut tokens off with cache.crop(), "
+                    "which crops the positions too."
                 )
             layer.shorten(self._length)
 
@@ -498,8 +506,9 @@ def _cropped_length(length: int, *args: Any, **kwargs: Any) -> int:
     stock.keys = stock.values = torch.empty(1).expand(1, 1, length, 1)
     stock.is_initialized = True
     stock.crop(*args, **kwargs)
-    return stock.keys.shape[2]
+    return int(stock.keys.shape[2])
 
 
 def _kind(states: torch.Tensor) -> tuple[object, ...]:
+    """Dtype, batch, heads and head dimension, with which states can be put beside each other."""
     return (states.dtype, *states.shape[:2], states.shape[-1])

@@ -237,7 +237,7 @@ class _Patch:
     def _cache(self, decoder: LlamaModel, kwargs: dict[str, Any], batch: int) -> Any:
         """Takes the cache out of `kwargs` and checks it; makes one where a stock model would."""
         given = [kwargs.pop(name) for name in CACHE_KEYWORDS if name in kwargs]
-        cache = next((cache for cache in given if cache is not None), None)
+        cache: Any = next((cache for cache in given if cache is not None), None)
         if isinstance(cache, DynamicYaRNCache):
             cache.check_fits(self.schedule, batch, decoder.config.num_hidden_layers)
         elif cache is not None:
@@ -269,8 +269,8 @@ def resolve_schedule(model_config: PretrainedConfig, config: DynamicYaRNConfig) 
     rope_type = rope["rope_type"]
     if rope_type not in SUPPORTED_ROPE_TYPES:
         raise ValueError(
-            f"the rope type of the model must be one of {SUPPORTED_ROPE_TYPES}, got {rope_type!r}. Load the model with "
-            "one of these, or leave it unpatched."
+            f"the rope type of the model must be one of {SUPPORTED_ROPE_TYPES}, got {rope_type!r}. "
+            "Load the model with one of these, or leave it unpatched."
         )
     for name, neutral in (
         ("partial_rotary_factor", 1.0),
@@ -285,16 +285,12 @@ def resolve_schedule(model_config: PretrainedConfig, config: DynamicYaRNConfig) 
     trained = trained or model_config.max_position_embeddings
     window = config.original_max_position_embeddings or trained
     finetuned = bool(rope.get("finetuned")) if config.finetuned is None else config.finetuned
-    factor = (
-        (rope.get("factor") or model_config.max_position_embeddings / trained)
-        if rope_type == "yarn"
-        else None
-    )
-    if finetuned and factor is None:
+    if finetuned and rope_type != "yarn":
         raise ValueError(
-            "finetuned=True needs a model whose rope_parameters have the factor it was trained with, got rope type "
-            f"{rope_type!r}. Leave finetuned out."
+            "finetuned=True needs a model whose rope_parameters have the factor it was trained "
+            f"with, got rope type {rope_type!r}. Leave finetuned out."
         )
+    factor = rope.get("factor") or model_config.max_position_embeddings / trained
     heads = model_config.num_attention_heads
     return YaRNSchedule(
         head_dim=getattr(model_config, "head_dim", None) or model_config.hidden_size // heads,
@@ -319,8 +315,9 @@ def _rope_parameters(model_config: PretrainedConfig) -> dict[str, Any]:
     newer = getattr(model_config, "rope_parameters", None)
     if newer and newer.get("rope_theta") != theta:
         raise ValueError(
-            f"the model's config must have rope_theta and rope_scaling, got rope_parameters={newer}, which this "
-            "transformers does not read. Upgrade to transformers 5, with which the config was written."
+            "the model's config must have rope_theta and rope_scaling, got rope_parameters="
+            f"{newer}, which this transformers does not read. Upgrade to transformers 5, with "
+            "which the config was written."
         )
     return {"rope_type": scaling.get("type", "default"), "rope_theta": theta, **scaling}
 

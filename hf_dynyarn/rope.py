@@ -1,24 +1,23 @@
-"""Dynamic YaRN as pure functions: from a token's position to the rotation of its query and of every
-key it sees.
+"""Dynamic YaRN as pure functions: from positions to the rotation of queries and keys.
 
 With `L0` the trained window (tokens), `D` the head dimension and `n = p + 1` for the token at
 0-based position `p`:
 
-    (1) s(p)      = 1                                            n <= L0
-                  = (L0 + ceil((n - L0) / step) * step) / L0     n >  L0     (at most `max_scale`)
-    (2) theta_i   = rope_theta^(-2i/D),   i = 0 .. D/2 - 1                   radians per token
-    (3) dim(r)    = D ln(L0 / (2 pi r)) / (2 ln rope_theta)                  the pair that turns r
-    times in L0 tokens (4) w_i       = clamp((i - lo) / (hi - lo), 0, 1),   lo = dim(beta_fast), hi
-    = dim(beta_slow) (5) freq_i(s) = (1 - w_i) theta_i + w_i theta_i / s (6) gain(s)   = 1 for s <=
-    1, else 0.1 ln s + 1                          on cos and sin, so on logits squared
+    (1) s(p)      = 1                                         n <= L0
+                  = (L0 + ceil((n - L0) / step) * step) / L0  n >  L0, at most `max_scale`
+    (2) theta_i   = rope_theta^(-2i/D),  i = 0 .. D/2 - 1     radians per token
+    (3) dim(r)    = D ln(L0 / (2 pi r)) / (2 ln rope_theta)   the pair that turns r times in L0
+    (4) w_i       = clamp((i - lo) / (hi - lo), 0, 1)         from dim(beta_fast) to dim(beta_slow)
+    (5) freq_i(s) = (1 - w_i) theta_i + w_i theta_i / s
+    (6) gain(s)   = 1 for s <= 1, else 0.1 ln s + 1           on cos and sin: on logits squared
 
-(2)-(6) are YaRN (Peng et al. 2023, arXiv:2309.00071, sections 3.2 and 3.4), computed in the order
-of transformers' `_compute_yarn_parameters` so that `freq(s)` has the same bits as its `yarn` at
+(2) to (6) are YaRN (Peng et al. 2023, arXiv:2309.00071, sections 3.2 and 3.4), computed in the
+order of transformers' `_compute_yarn_parameters`, so that `freq(s)` has the bits of its `yarn` at
 `factor = s`. (1) is this package's: the paper (section 3.3) takes one `s = max(1, n / L0)` for a
 whole forward call, which is kept as `schedule="forward"`. The reference module
 (github.com/jquesnelle/yarn) differs from the paper: its scale never shrinks again after a long
-text, has no `max(1, .)`, and its patch ignores the model's own base. Here both schedules follow the
-paper.
+text, has no `max(1, .)`, and its patch ignores the model's own base. Here both schedules follow
+the paper.
 """
 
 import math
@@ -90,7 +89,8 @@ class DynamicYaRNConfig:
                 )
         if self.schedule == "forward" and self.rescale_every is not None:
             raise ValueError(
-                f'rescale_every must be None with schedule="forward", which has no stairs, got {self.rescale_every}. '
+                'rescale_every must be None with schedule="forward", which has no stairs, got '
+                f"{self.rescale_every}. "
                 'Leave it out, or use schedule="position".'
             )
 
@@ -107,7 +107,8 @@ class DynamicYaRNConfig:
             raise TypeError(f"config must be a {cls.__name__}, got {type(config).__name__}.")
         if config is not None and options:
             raise TypeError(
-                f"options must come as a {cls.__name__} or as keywords, got both: {sorted(options)}."
+                f"options must come as a {cls.__name__} or as keywords, got both: "
+                f"{sorted(options)}."
             )
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(options) - set(known))
@@ -118,8 +119,7 @@ class DynamicYaRNConfig:
 
 @dataclass(frozen=True)
 class YaRNSchedule:
-    """Dynamic YaRN for one model: `DynamicYaRNConfig` with every default filled in from the model's
-    config.
+    """Dynamic YaRN for one model: a `DynamicYaRNConfig` without defaults left to fill in.
 
     Two equal schedules rotate alike, so a cache filled under one may be continued under the other.
 
@@ -155,13 +155,12 @@ class YaRNSchedule:
             )
         if self.max_scale < self.min_scale:
             raise ValueError(
-                f"max_scale must be at least the factor {self.min_scale} that the model was fine-tuned with, got "
-                f"{self.max_scale}. Raise it, or pass finetuned=False."
+                f"max_scale must be at least the factor {self.min_scale} that the model was "
+                f"fine-tuned with, got {self.max_scale}. Raise it, or pass finetuned=False."
             )
 
     def scale(self, positions: torch.Tensor) -> torch.Tensor:
-        """Scale of each token of a forward call, equation (1), or the paper's rule where
-        `per_forward`.
+        """Scale of each token of a forward call: equation (1), or the paper's if `per_forward`.
 
         Args:
             positions: `(B, T)` integers, 0-based; -1 marks padding, whose scale means nothing.
@@ -173,9 +172,8 @@ class YaRNSchedule:
         if self.per_forward:
             length = (positions.amax(-1, keepdim=True) + 1).expand_as(positions)
         else:
-            length = (
-                window + -((window - 1 - positions) // step) * step
-            )  # -(-x // step): rounded up
+            stairs = -((window - 1 - positions) // step)  # -(-x // step): rounded up
+            length = window + stairs * step
         scale = (length.double() / window).clamp(min=1.0)
         return scale.clamp(min=self.min_scale, max=self.max_scale)
 
@@ -212,11 +210,10 @@ class YaRNSchedule:
         return torch.where(scale > 1, beyond, 1.0).float()
 
     def _ramp(self) -> torch.Tensor:
-        """`w_i` of equations (3) and (4): 0 where a pair is left as trained, 1 where it is stretched. `(D/2,)` float32."""
+        """Stretch `w_i` of each pair, equations (3) and (4): `(D/2,)` float32, 0 as trained."""
+        window, log_theta = self.original_max_position_embeddings, math.log(self.rope_theta)
         low, high = (
-            self.head_dim
-            * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi))
-            / (2 * math.log(self.rope_theta))
+            self.head_dim * math.log(window / (turns * 2 * math.pi)) / (2 * log_theta)
             for turns in (self.beta_fast, self.beta_slow)
         )
         if self.truncate:
@@ -224,9 +221,8 @@ class YaRNSchedule:
         low, high = max(low, 0), min(high, self.head_dim - 1)
         if low == high:
             high += 0.001
-        return ((torch.arange(self.head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(
-            0, 1
-        )
+        pairs = torch.arange(self.head_dim // 2, dtype=torch.float32)
+        return ((pairs - low) / (high - low)).clamp(0, 1)
 
 
 def rotary_tables(
@@ -255,7 +251,8 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
     Args:
         states: `(B, H, T, D)` queries or keys.
-        cos, sin: `(B, T, D/2)`.
+        cos: `(B, T, D/2)`.
+        sin: `(B, T, D/2)`.
 
     Returns:
         `(B, H, T, D)`, in the wider of the two dtypes.
@@ -276,6 +273,7 @@ def _check_number(
             f"{name} must be a {kind.__name__} or None, got {value!r} of type "
             f"{type(value).__name__}."
         )
-    if not (math.isfinite(value) and value >= at_least and value > above):
+    number = float(value)
+    if not (math.isfinite(number) and number >= at_least and number > above):
         bound = f"at least {at_least}" if at_least > -math.inf else f"greater than {above}"
         raise ValueError(f"{name} must be finite and {bound}, got {value!r}.")

@@ -5,7 +5,7 @@ import logging
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs the network
-# flash-attn reads these when it is imported: the reference of its Triton backend, which runs on the CPU.
+# flash-attn reads these when it is imported: the reference of its Triton backend, on the CPU.
 os.environ["FLASH_ATTENTION_TRITON_AMD_ENABLE"] = "TRUE"
 os.environ["FLASH_ATTENTION_TRITON_AMD_REF"] = "1"
 
@@ -25,7 +25,7 @@ CACHE = (
     else "past_key_values"
 )
 
-# Largest difference of two float32 computations of the same logits; logits here are about 2 in size.
+# Largest difference of two float32 computations of the same logits, which are about 2 in size.
 ROUNDING = 2e-5
 
 
@@ -113,7 +113,7 @@ def stock_again():
 
 @pytest.fixture(autouse=True)
 def no_deprecation_logged(caplog):
-    """transformers announces some removals by `warnings.warn` (errors, see pyproject.toml), others in its log."""
+    """Some removals come as warnings (errors here, see pyproject.toml), others in the log."""
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     yield

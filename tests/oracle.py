@@ -51,7 +51,6 @@ def llama_logits(
     *,
     positions=None,
     allowed=None,
-    scales=None,
     max_scale=math.inf,
     attention_factor=None,
     **ramp,
@@ -61,10 +60,13 @@ def llama_logits(
     Args:
         model: a LlamaForCausalLM; only its config's sizes and its weights are used.
         tokens: (T,) integers.
-        window, step, max_scale, attention_factor, ramp: the options.
+        window: L0, in tokens.
+        step: width of a stair, in tokens.
         positions: (T,), default 0 .. T-1.
         allowed: (T, T) which key each query sees, default causal.
-        scales: (T,) in place of the contract's, to show what another rule would give.
+        max_scale: cap of the scale.
+        attention_factor: gain beyond the window, in place of the formula.
+        **ramp: betas and truncate.
     """
     config = model.config
     weights = {name: w.detach().double().numpy() for name, w in model.state_dict().items()}
@@ -77,8 +79,7 @@ def llama_logits(
     count = len(tokens)
     positions = np.arange(count) if positions is None else np.asarray(positions)
     allowed = np.tri(count, dtype=bool) if allowed is None else np.asarray(allowed)
-    if scales is None:
-        scales = [scale_at(p, window, step, max_scale) for p in positions]
+    scales = [scale_at(p, window, step, max_scale) for p in positions]
 
     def norm(states, weight):
         return states / np.sqrt((states**2).mean(-1, keepdims=True) + config.rms_norm_eps) * weight

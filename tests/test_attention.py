@@ -177,7 +177,7 @@ def masks_built(monkeypatch):
 
 
 class Reads(TorchDispatchMode):
-    """Counts what would synchronise with a device: reading a value, or finding where something is not zero."""
+    """Counts what would synchronise with a device: reading a value, or looking for non-zeros."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,8 @@
-"""The flash path through the real flash-attn package, which computes on the CPU by its own reference.
+"""The flash path through the real flash-attn package, on the CPU by its own reference.
 
-transformers takes flash-attn for unavailable without a GPU: only that check is patched, so its own unpadding and its own
-calls run as they are. It computes in half precision, and its error is measured against that of the stock model.
+transformers takes flash-attn for unavailable without a GPU: only that check is patched, so its own
+unpadding and its own calls run as they are. It computes in half precision, and its error is held
+against that of the stock model.
 """
 
 import flash_attn
@@ -26,7 +27,7 @@ def cpu_kernels():
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """Makes flash-attn available to transformers; returns the names of its functions that were called."""
+    """Makes flash-attn available to transformers; returns which of its functions were called."""
     made = []
 
     def counted(name):

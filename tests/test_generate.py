@@ -1,4 +1,4 @@
-"""The contract in every way people generate: against the oracle, and against each row's solo run."""
+"""The contract in every way people generate, against the oracle and each row's solo run."""
 
 import copy
 import pickle
@@ -93,7 +93,7 @@ class TestTeeth:
     """The figures that the tests above tell apart."""
 
     def test_stale_keys_are_far_off(self, model):
-        """What exists without this package: keys cached after rotation at the scale of their own time."""
+        """What exists without this package: keys cached as rotated at the scale of their time."""
         ids = random_ids(90)
         patch_llama(model)
         exact = logits_of(model, ids, use_cache=False)
@@ -359,7 +359,7 @@ class TestBatches:
             assert torch.equal(row, generate(model, solo[None], use_cache=False)[0])
 
     def test_positions_go_on_from_the_cache(self, model):
-        """Also where they did not begin at 0, and where a mask hides tokens that were seen before."""
+        """Also where they did not begin at 0, and where a mask hides tokens seen before."""
         patch_llama(model)
         ids = random_ids(60, rows=2)
         offset = torch.arange(7, 67)[None]
@@ -452,7 +452,7 @@ class TestPacked:
         cache = DynamicYaRNCache()
         logits_of(model, ids, cache, position_ids=positions)
         with pytest.raises(
-            ValueError, match="position_ids must go on|packed documents must be continued"
+            ValueError, match=r"position_ids must go on|packed documents must be continued"
         ):
             generate(model, torch.cat((ids, ids[:, :1]), 1), cache)
         assert_close(
@@ -608,7 +608,7 @@ class TestCacheOperations:
         assert torch.equal(reply, generate(patched, ids[:, :41], use_cache=False))
 
     def test_assigned_keys(self, patched):
-        """transformers' own code assigns them; the rotated copy must not be of those before."""
+        """Transformers' own code assigns them; the rotated copy must not be of those before."""
         one, other = (self.filled(patched, random_ids(45, seed=seed)) for seed in (1, 2))
         for layer, of_other in zip(one.layers, other.layers, strict=True):
             layer.keys, layer.values = of_other.keys.clone(), of_other.values.clone()

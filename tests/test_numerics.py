@@ -22,7 +22,7 @@ def chunked(model, size):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_no_worse_than_stock(attention, dtype):
-    """The error against the same weights in float64, with the stock model's own, which has s = 1, as the measure."""
+    """Error against the same weights in float64; stock's own, at s = 1, is the measure."""
     model = tiny_llama(attn_implementation=attention).to(dtype)
     exact = tiny_llama(attn_implementation=attention).to(dtype).double()
     stock = error(logits_of(model, IDS), logits_of(exact, IDS))
@@ -53,7 +53,7 @@ def test_autocast_is_no_worse_than_stock(attention):
 
 
 def enable_checkpointing(model, kwargs=None):
-    """transformers 5.24 renamed it."""
+    """Renamed in transformers 5.24."""
     name = "activation_checkpointing_enable"
     getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")(kwargs)
 
@@ -107,7 +107,7 @@ class TestGradients:
         assert cache.get_seq_length() == 90
 
     def test_checkpointing_without_gradients(self):
-        """Before transformers 5.24 the layers drop the cache even there, and generate goes wrong."""
+        """Before transformers 5.24 the layers drop the cache even there."""
         model = self.model()
         expected = logits_of(model, IDS)
         enable_checkpointing(model)

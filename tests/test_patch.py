@@ -36,7 +36,6 @@ from transformers import (
     Qwen2ForCausalLM,
     StaticCache,
 )
-
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_dynyarn import DynamicYaRNCache, DynamicYaRNConfig, patch, patch_llama, unpatch_llama
@@ -523,9 +522,9 @@ class TestRefusedModels:
             patch_llama(Qwen2ForCausalLM(config))
 
     def test_not_a_model(self):
-        with pytest.raises(TypeError, match="must be a torch.nn.Module, got str"):
+        with pytest.raises(TypeError, match=r"must be a torch.nn.Module, got str"):
             patch_llama("llama")
-        with pytest.raises(TypeError, match="must be a torch.nn.Module, got DynamicYaRNConfig"):
+        with pytest.raises(TypeError, match=r"must be a torch.nn.Module, got DynamicYaRNConfig"):
             patch_llama(DynamicYaRNConfig())
 
     def test_two_models_in_one(self, model):
@@ -557,7 +556,7 @@ class TestRefusedModels:
             assert torch.equal(logits_of(model, LONG), stock)
 
     def test_a_config_written_by_a_newer_transformers(self, monkeypatch):
-        """transformers 4 reads rope_theta alone, and would take its default for what rope_parameters say."""
+        """On transformers 4, which reads rope_theta alone and would take its default."""
         monkeypatch.setattr(patch, "TRANSFORMERS", (4, 57))
         config = SimpleNamespace(
             rope_theta=1e4,
@@ -653,7 +652,7 @@ class TestRefusedCaches:
         cache = DynamicYaRNCache()
         logits_of(model, LONG, cache)
         patch_llama(model, rescale_every=8)
-        with pytest.raises(ValueError, match="rescale_every=7.*got.*rescale_every=8"):
+        with pytest.raises(ValueError, match=r"rescale_every=7.*got.*rescale_every=8"):
             logits_of(model, LONG, cache)
 
     def test_a_cache_of_another_model(self, model):
@@ -703,7 +702,7 @@ class TestAFailedCallLeavesTheCacheAsItWas:
                 logits_of(other, LONG[:, :3], cache)
 
     def test_other_heads(self, case):
-        model, cache = case
+        _, cache = case
         if cache.get_seq_length():
             other = tiny_llama(num_key_value_heads=4)
             patch_llama(other, rescale_every=7)
@@ -738,7 +737,7 @@ class TestAFailedCallLeavesTheCacheAsItWas:
     def test_an_integer_4d_mask(self, case):
         model, cache = case
         mask = torch.ones(1, 1, 3, cache.get_seq_length() + 3, dtype=torch.long)
-        with pytest.raises(TypeError, match="bool or floating point, got torch.int64"):
+        with pytest.raises(TypeError, match=r"bool or floating point, got torch.int64"):
             logits_of(model, LONG[:, :3], cache, attention_mask=mask)
 
     def test_a_mask_that_shows_padding(self, case):
@@ -751,7 +750,7 @@ class TestAFailedCallLeavesTheCacheAsItWas:
             with pytest.raises(ValueError, match="got one that shows padding"):
                 logits_of(model, ids[:, :1], padded, attention_mask=torch.ones(2, 51))
             with pytest.raises(
-                ValueError, match="got one that shows padding|go on from the tokens"
+                ValueError, match=r"got one that shows padding|go on from the tokens"
             ):
                 generate(model, torch.cat((ids, ids[:, :1]), 1), padded)
 
@@ -762,7 +761,7 @@ class TestAFailedCallLeavesTheCacheAsItWas:
     )
     def test_keywords_of_kernels(self, case, kwargs):
         model, cache = case
-        with pytest.raises(ValueError, match="is_causal=False|told apart by position_ids"):
+        with pytest.raises(ValueError, match=r"is_causal=False|told apart by position_ids"):
             logits_of(model, LONG[:, :3], cache, **kwargs)
 
     def test_positions_that_leave_a_gap(self, case):
