@@ -1,0 +1,120 @@
+"""Makes the figures and the README's table of the rows in `benchmarks/results/`.
+
+    python benchmarks/report.py            write them
+    python benchmarks/report.py --check    fail if the README does not hold the table of the rows
+
+Of each benchmark, the rows of its latest full run count.
+"""
+
+import argparse
+import csv
+import sys
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parent / "results"
+README = RESULTS.parent.parent / "README.md"
+BEGIN, END = "<!-- benchmarks: begin -->\n", "<!-- benchmarks: end -->\n"
+
+# Distinct for the colour-blind, and readable on light and dark (Okabe and Ito).
+COLOURS = {
+    "static yarn": "#D55E00",
+    "dynamic ntk, stale": "#CC79A7",
+    "ours": "#0072B2",
+    "ours, no rotated copy": "#56B4E9",
+    "limit": "#999999",
+}
+
+
+def rows_of(bench: str) -> list[dict[str, str]]:
+    """Rows of the run that has most of them, the latest of these if there are several."""
+    with (RESULTS / f"{bench}.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    runs = {}
+    for one in rows:
+        runs.setdefault(one["run"], []).append(one)
+    return max(runs.items(), key=lambda run: (len(run[1]), run[0]))[1]
+
+
+def table() -> str:
+    """Decoding and prefill against static YaRN, as Markdown."""
+    decode, prefill = rows_of("decode"), rows_of("prefill")
+    smollm2 = [one for one in decode if one["model"] == "SmolLM2-135M"]
+    lines = [
+        "| tokens | dtype | static YaRN, ms | ours, ms | ours is faster by | without rotated copy |",
+        "|---|---|---|---|---|---|",
+    ]
+    for dtype in ("float32", "bfloat16"):
+        for tokens in sorted({int(one["tokens"]) for one in smollm2}):
+            found = {
+                one["variant"]: one
+                for one in smollm2
+                if (one["dtype"], int(one["tokens"])) == (dtype, tokens)
+            }
+            ours, bare = found["ours"], found["ours, no rotated copy"]
+            lines.append(
+                f"| {tokens:,} | {dtype} | {float(found['static yarn']['mean']):.0f} "
+                f"| {float(ours['mean']):.0f} | {float(ours['ratio']):.2f} x "
+                f"| {float(bare['ratio']):.2f} x |"
+            )
+    conditions = smollm2[0]
+    reads = ", ".join(
+        f"{int(one['tokens']):,} tokens in {1 / float(one['ratio']):.2f} times static YaRN's time"
+        for one in prefill
+        if one["variant"] == "ours"
+    )
+    return (
+        "\n".join(lines) + f"\n\nOne decoding step of SmolLM2-135M, batch 1, mean of "
+        f"{conditions['samples']} steps; past the window of 8,192 these hold one change of scale. "
+        f"{conditions['device']}, {conditions['threads']} threads, torch {conditions['torch']}, "
+        f"transformers {conditions['transformers']}. Prefill reads {reads}. All rows: "
+        "[benchmarks/results](benchmarks/results).\n"
+    )
+
+
+def readme_with(table: str) -> str:
+    before, rest = README.read_text().split(BEGIN)
+    return before + BEGIN + table + END + rest.split(END)[1]
+
+
+def figure() -> None:
+    """Milliseconds per token against tokens held, with the limit of the machine."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.hashsalt"] = "hf_dynyarn"  # the same file from the same rows
+    rows = [one for one in rows_of("decode") if one["model"] == "SmolLM2-135M"]
+    drawn, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for axis, dtype in zip(axes, ("float32", "bfloat16"), strict=True):
+        for variant, colour in COLOURS.items():
+            points = sorted(
+                (int(one["tokens"]), *(float(one[name]) for name in ("median", "p20", "p80")))
+                for one in rows
+                if (one["variant"], one["dtype"]) == (variant, dtype)
+            )
+            tokens, median, low, high = zip(*points, strict=True)
+            style = "--" if variant == "limit" else "o-"
+            axis.plot(tokens, median, style, color=colour, label=variant, markersize=4)
+            axis.fill_between(tokens, low, high, color=colour, alpha=0.2, linewidth=0)
+        axis.set(title=dtype, xlabel="tokens in the cache", xscale="log", yscale="log")
+        axis.set_xticks([2048, 8192, 32768], ["2k", "8k", "32k"])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("ms per token")
+    axes[0].legend(fontsize=8)
+    first = rows[0]
+    drawn.suptitle(
+        f"One decoding step, SmolLM2-135M, batch 1, {first['device']}, {first['threads']} threads",
+        fontsize=10,
+    )
+    for suffix, metadata in (("svg", {"Date": None}), ("png", {})):
+        drawn.savefig(RESULTS / f"decode.{suffix}", dpi=150, metadata=metadata)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true")
+    if parser.parse_args().check:
+        sys.exit(None if readme_with(table()) == README.read_text() else "README.md is out of date")
+    README.write_text(readme_with(table()))
+    figure()
