@@ -11,7 +11,7 @@ FLASH := flash-attn==2.8.3.post2
 FLASH_BUILD := wheel setuptools ninja packaging psutil einops triton==3.4.0
 FLASH_ENV := FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint bench bench-quick figures clean
 
 demo: .venv/.examples  ## make demo [MODEL=hub-id-or-folder] [COMPARE=1]
 	@$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(filter-out 0,$(COMPARE)),--compare)
@@ -23,6 +23,16 @@ lint: .venv/.test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+bench: .venv/.test  ## everything, about 20 minutes on two cores; appends to benchmarks/results
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+	$(BIN)/python benchmarks/report.py
+
+bench-quick: .venv/.test  ## under 3 minutes
+	$(BIN)/python benchmarks/bench.py --quick $(ARGS)
+
+figures: .venv/.test  ## the figures and the README's table, of the rows that are there
+	$(BIN)/python benchmarks/report.py
 
 clean:
 	rm -rf .venv models .mypy_cache .pytest_cache .ruff_cache

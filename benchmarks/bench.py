@@ -12,6 +12,7 @@ README's table of them. The rivals are stock transformers on the same weights: s
 import argparse
 import multiprocessing
 import statistics
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -67,9 +68,7 @@ def decode(quick: bool) -> None:
             del caches, runs
         if not quick and dtype == torch.float32:
             ids = torch.full((1, 2048), 5)
-            run = {
-                "no cache": torch.inference_mode()(lambda m=models["ours"]: m(ids, use_cache=False))
-            }
+            run = {"no cache": partial(read, models["ours"], ids, use_cache=False)}
             rows = [row("no cache", alternate(run, 2, 0)["no cache"])]
             save("decode", rows, **decode_columns("SmolLM2-135M", 2048, dtype))
     shape = {
@@ -122,11 +121,7 @@ def prefill(quick: bool) -> None:
     for tokens in (10240,) if quick else (12288, 16384):
         ids = torch.randint(5, 40000, (1, tokens))
 
-        @torch.inference_mode()
-        def read(model, ids=ids):
-            model(ids, logits_to_keep=1)
-
-        runs = {"static yarn": lambda: read(static), "ours": lambda: read(ours)}
+        runs = {"static yarn": partial(read, static, ids), "ours": partial(read, ours, ids)}
         times = alternate(runs, 1 if quick else 3, warm_up=0)
         rival = statistics.median(times["static yarn"])
         rows = []
@@ -154,6 +149,11 @@ MEMORY_SHAPE = {
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
 }
+
+
+@torch.inference_mode()
+def read(model, ids: torch.Tensor, **options: bool) -> None:
+    model(ids, logits_to_keep=1, **options)
 
 
 def memory(quick: bool) -> None:

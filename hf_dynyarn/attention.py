@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,8 +34,8 @@ from .rope import YaRNSchedule, rotary_tables, rotate
 # taken for a kernel on the Hub.
 ATTENTION_NAME = "dynamic_yarn"
 
-# Queries that share one mask: over 128k keys such a mask takes 64 MiB as bool.
-TILE = 512
+# Rows of a mask, query heads of a group included: over 128k keys it takes 128 MiB as bool.
+TILE = 1024
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -142,9 +141,11 @@ class AttentionPlan:
             )
         return self._tables[wanted]
 
-    def rotated_copy(self, layer_idx: int) -> RotatedKeys | None:
-        """The layer's rotated keys in the cache, if it keeps any."""
-        copy: RotatedKeys | None = self.cache and self.cache.layers[layer_idx].rotated
+    def rotated_copy(self, layer: nn.Module) -> RotatedKeys | None:
+        """An attention layer's rotated keys in the cache, if it keeps any."""
+        if self.cache is None:
+            return None
+        copy: RotatedKeys | None = self.cache.layers[layer.layer_idx].rotated
         return copy
 
     def scratch(self, device: torch.device) -> RotatedKeys:
@@ -259,30 +260,12 @@ def make_plan(
     visible = padding
     if visible is None:
         visible = torch.cat((held >= 0, torch.ones_like(positions, dtype=torch.bool)), dim=1)
-    negative = (positions < 0) & visible[:, past:]
-    positions = torch.where(visible[:, past:], positions, -1)
-
-    # The one synchronisation.
-    flags = torch.stack((visible.all(), (visible[:, :past] & (held < 0)).any(), negative.any()))
-    host = torch.cat((newest, positions.T.flatten(), flags)).cpu()
-    on_host = host[:-3].view(length + 1, batch).T  # (B, 1 + T), the newest held ones first
-    all_visible, shows_padding, any_negative = host[-3:].tolist()
-    if shows_padding:
-        raise ValueError(
-            "attention_mask must be 0 where it was 0 when the cache was filled, got one that shows "
-            "padding. Pass the mask of all tokens since the first call, or none."
-        )
-    if any_negative and custom_mask is None:
-        raise ValueError(
-            f"position_ids must be at least 0 where attention_mask is not 0, got {position_ids}."
-        )
-    starts = None
+    on_host, all_visible = _read_back(held, newest, positions, visible, custom_mask is not None)
+    starts = documents = None
     if attention_mask is None:
         starts = _starts(on_host, past)
-        if not was_packed and not starts.any():
-            starts = None
+        starts = starts if was_packed or starts.any() else None
     segments = _segments(schedule, on_host[:, 1:], starts, past)
-    documents = None
     if starts is not None and not _told_apart(segments, starts, past, was_packed):
         before = document_starts(held) if was_packed else torch.zeros_like(held, dtype=torch.bool)
         documents = torch.cat((before, starts.to(held.device)), dim=1).cumsum(-1)
@@ -297,7 +280,7 @@ def make_plan(
         schedule=schedule,
         cache=cache,
         held=held,
-        new=positions,
+        new=torch.where(visible[:, past:], positions, -1),
         segments=segments,
         visible=None if all_visible else visible,
         documents=documents,
@@ -310,6 +293,16 @@ def make_plan(
 
 # Output `(B, T, Hq, D)`, and weights `(B, Hq, T, K)` or None.
 Attended = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One layer's part in a forward call."""
+
+    module: nn.Module
+    plan: AttentionPlan
+    scaling: float
+    dropout: float
 
 
 def dynamic_yarn_attention(
@@ -344,7 +337,6 @@ def dynamic_yarn_attention(
         ValueError: there is no plan, or the keys are not those that were planned for.
     """
     plan = dynamic_yarn_plan
-    layer_idx: Any = module.layer_idx
     if plan is None:
         raise ValueError(
             "a patched attention layer must be called by its patched decoder, got a call without a "
@@ -352,9 +344,24 @@ def dynamic_yarn_attention(
         )
     if key.shape[2] != plan.total:
         raise ValueError(
-            f"layer {layer_idx} must attend over {plan.total} keys, got {key.shape[2]}: it left "
-            "the cache out. Call model.eval(), or pass use_cache=False."
+            f"layer {module.layer_idx} must attend over {plan.total} keys, got {key.shape[2]}: it "
+            "left the cache out. Call model.eval(), or pass use_cache=False."
         )
+    call = _Call(module, plan, scaling, dropout)
+    outputs, weights = [], []
+    for segment, output, weight in _attend(call, query, key, value):
+        outputs.append(output)
+        if weight is not None and plan.output_attentions:
+            missing = (segment.first, plan.total - segment.first - weight.shape[-1])
+            weights.append(nn.functional.pad(weight, missing))
+    return torch.cat(outputs, dim=1), torch.cat(weights, dim=2) if weights else None
+
+
+def _attend(
+    call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[Segment, torch.Tensor, torch.Tensor | None]]:
+    """Rotates, and attends segment by segment; all arguments are those of the whole call."""
+    plan = call.plan
     # Under autocast the stock model rotates in float32 and the backend casts; so do we.
     autocast = torch.is_autocast_enabled(query.device.type)
     dtype = torch.float32 if autocast else query.dtype
@@ -362,79 +369,62 @@ def dynamic_yarn_attention(
     differentiable = torch.is_grad_enabled() and any(
         states.requires_grad for states in (query, key, value)
     )
-    copy = plan.rotated_copy(layer_idx)
+    copy = plan.rotated_copy(call.module)
     rotated = copy or plan.scratch(key.device)
-    outputs, weights = [], []
+    tiled = copy is None and plan.backend == "sdpa" and not (differentiable or call.dropout > 0)
+    backend = _flash if "flash" in plan.backend else _eager_or_sdpa
     for segment in plan.segments:
         first, last = segment.first, plan.last_key(segment.stop)
         tables = partial(plan.tables, segment, key.device, dtype)
         own = tables(None, plan.past + segment.start, plan.past + segment.stop)
         queries = rotate(query[:, :, segment.start : segment.stop], *own)
         keys, values = key[:, :, first:last], value[:, :, first:last]
-        plain = differentiable or dropout > 0 or plan.backend != "sdpa"
-        if queries.shape[2] == 1 and copy is None and not plain:
-            mask = None
-            if plan.needs_mask(1, keys.shape[2]):
-                mask = plan.mask(segment.start, segment.stop, first, queries)
-            in_tiles = _attend_one_in_tiles(
-                queries, keys, values, *tables(None, first, last), mask, scaling
-            )
-            outputs.append(in_tiles)
+        if tiled and queries.shape[2] == 1:
+            cos, sin = tables(None, first, last)
+            yield segment, _one_in_tiles(call, segment, queries, keys, values, cos, sin), None
             continue
         if differentiable:
             keys = rotate(keys, *tables(None, first, last))
         else:
             keys = rotated.advance(key, first, last, segment.scales, tables)
-        attend = _attend_flash if "flash" in plan.backend else _attend_tiles
-        for output, weight in attend(
-            module, queries, keys, values, plan, segment, scaling, dropout
-        ):
-            outputs.append(output)
-            if weight is not None and plan.output_attentions:
-                missing = (first, plan.total - first - weight.shape[-1])
-                weights.append(nn.functional.pad(weight, missing))
-    return torch.cat(outputs, dim=1), torch.cat(weights, dim=2) if weights else None
+        for output, weight in backend(call, segment, queries, keys, values):
+            yield segment, output, weight
 
 
-def _attend_tiles(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    plan: AttentionPlan,
-    segment: Segment,
-    scaling: float,
-    dropout: float,
+def _eager_or_sdpa(
+    call: _Call, segment: Segment, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[Attended]:
-    """Attends by eager or sdpa, a tile of queries at a time where masks are needed."""
+    """Attends for one segment, rotated already, a tile of queries at a time if it needs masks."""
+    plan = call.plan
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if plan.backend == "eager":
-        attention = _eager(type(module))
+        attention = _family_eager(type(call.module))
     needs_mask = plan.needs_mask(query.shape[2], key.shape[2])
-    tile = TILE if needs_mask else query.shape[2]
+    tile = max(1, TILE * key.shape[1] // query.shape[1]) if needs_mask else query.shape[2]
     for start in range(segment.start, segment.stop, tile):
         stop = min(start + tile, segment.stop)
         queries = query[:, :, start - segment.start : stop - segment.start]
         seen = plan.last_key(stop) - segment.first
         keys, values = key[:, :, :seen], value[:, :, :seen]
         mask = plan.mask(start, stop, segment.first, query) if needs_mask else None
-        if stop - start == 1 and plan.backend == "sdpa":
-            yield _attend_one(queries, keys, values, mask, scaling, dropout), None
+        causal = mask is None and stop - start > 1
+        if plan.backend == "sdpa" and not causal:
+            yield _grouped_sdpa(call, queries, keys, values, mask), None
         else:
             yield attention(
-                module,
+                call.module,
                 queries,
                 keys,
                 values,
                 mask,
-                scaling=scaling,
-                dropout=dropout,
-                is_causal=mask is None and stop - start > 1,
+                scaling=call.scaling,
+                dropout=call.dropout,
+                is_causal=causal,
                 output_attentions=plan.output_attentions,
             )
 
 
-def _eager(layer: type) -> Callable[..., Attended]:
+def _family_eager(layer: type) -> Callable[..., Attended]:
     """Eager attention of a layer's family, which transformers does not register but each has."""
     modules = (sys.modules[base.__module__] for base in layer.__mro__)
     found = (getattr(module, "eager_attention_forward", None) for module in modules)
@@ -442,40 +432,40 @@ def _eager(layer: type) -> Callable[..., Attended]:
     return attention
 
 
-def _attend_one(
+def _grouped_sdpa(
+    call: _Call,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float,
 ) -> torch.Tensor:
-    """Attends for one query, `(B, Hq, 1, D)`, over keys that are rotated already."""
+    """Attends by sdpa without repeating a key for each query head of its group."""
+    batch, heads, queries, _ = query.shape
     output = scaled_dot_product_attention(
         _grouped(query, key),
         key,
         value,
-        attn_mask=None if mask is None else _grouped(mask, key),
-        dropout_p=dropout,
-        scale=scaling,
+        attn_mask=None if mask is None else _grouped_mask(mask, query, key),
+        dropout_p=call.dropout,
+        scale=call.scaling,
     )
-    return output.reshape(query.shape[0], 1, query.shape[1], -1)
+    return output.reshape(batch, heads, queries, -1).transpose(1, 2)
 
 
-def _attend_one_in_tiles(
+def _one_in_tiles(
+    call: _Call,
+    segment: Segment,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     cos: torch.Tensor,
     sin: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
 ) -> torch.Tensor:
     """Attends for one query, `(B, Hq, 1, D)`, over un-rotated keys.
 
     They are rotated some at a time, and never held: what is held is one number per key and head.
     """
-    count = key.shape[2]
+    plan, count = call.plan, key.shape[2]
     precise = torch.promote_types(query.dtype, torch.float32)
     with torch.autocast(query.device.type, enabled=False):
         queries = _grouped(query, key).to(precise)
@@ -485,41 +475,43 @@ def _attend_one_in_tiles(
             # Rounded like the keys of a rotated copy, for the same results.
             keys = rotate(key[:, :, part], cos[:, part], sin[:, part]).to(key.dtype)
             scores[..., part] = queries @ keys.to(precise).mT
-        scores *= scaling
-        if mask is not None and mask.dtype == torch.bool:
-            scores.masked_fill_(~_grouped(mask, key), -torch.inf)
-        elif mask is not None:
-            scores += _grouped(mask, key)
+        scores *= call.scaling
+        if plan.needs_mask(1, count):
+            mask = plan.mask(segment.start, segment.stop, segment.first, query)
+            mask = _grouped_mask(mask, query, key)
+            if mask.dtype == torch.bool:
+                scores.masked_fill_(~mask, -torch.inf)
+            else:
+                scores += mask
         output = scores.softmax(-1).to(value.dtype) @ value
     return output.reshape(query.shape[0], 1, query.shape[1], -1)
 
 
-def _grouped(states: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Makes the query heads of a group the queries of their key head, so that no key is repeated.
+def _grouped(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Makes the query heads of a group more queries of their key head.
 
     Args:
-        states: `(B, Hq, 1, X)`; what has one head for all is returned as it is.
+        query: `(B, Hq, T, D)`.
         key: `(B, Hkv, K, D)`.
 
     Returns:
-        `(B, Hkv, Hq / Hkv, X)`.
+        `(B, Hkv, Hq / Hkv * T, D)`.
     """
-    if states.shape[1] == 1:
-        return states
-    return states.reshape(states.shape[0], key.shape[1], -1, states.shape[-1])
+    return query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
 
 
-def _attend_flash(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    plan: AttentionPlan,
-    segment: Segment,
-    scaling: float,
-    dropout: float,
+def _grouped_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The mask `(B or 1, Hq or 1, T, K)` of the queries that `_grouped` makes."""
+    if mask.shape[1] > 1:
+        return mask.reshape(mask.shape[0], key.shape[1], -1, mask.shape[-1])
+    return mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
+
+
+def _flash(
+    call: _Call, segment: Segment, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[Attended]:
     """Attends by a flash kernel, whose causal mask is aligned to the last key as ours is."""
+    plan = call.plan
     visible = None
     if plan.visible is not None:
         visible = plan.visible[:, segment.first : plan.last_key(segment.stop)].to(query.device)
@@ -533,8 +525,8 @@ def _attend_flash(
         visible,
         query_length=query.shape[2],
         is_causal=True,
-        dropout=dropout,
-        softmax_scale=scaling,
+        dropout=call.dropout,
+        softmax_scale=call.scaling,
         # The name of this parameter on transformers 4 and 5; the other goes unread.
         implementation=plan.backend,
         attn_implementation=plan.backend,
@@ -587,6 +579,49 @@ def _positions(
             f"{tuple(position_ids.shape)}."
         )
     return newest, position_ids.to(held).expand(batch, length)
+
+
+def _read_back(
+    held: torch.Tensor,
+    newest: torch.Tensor,
+    positions: torch.Tensor,
+    visible: torch.Tensor,
+    custom: bool,
+) -> tuple[torch.Tensor, bool]:
+    """Brings what the CPU has to know from the device, the one synchronisation of a call.
+
+    Args:
+        held: `(B, P)`, positions in the cache.
+        newest: `(B,)`, the newest of each row.
+        positions: `(B, T)`, of the new tokens.
+        visible: `(B, P + T)`, False where padding.
+        custom: whether the mask is the caller's own, which says nothing of padding.
+
+    Returns:
+        `(B, 1 + T)`, the newest position held and those of the new tokens, -1 where padding; and
+        whether there is no padding.
+
+    Raises:
+        ValueError: the mask shows padding of the cache, or a position is negative.
+    """
+    past, (batch, length) = held.shape[1], positions.shape
+    shows_padding = (visible[:, :past] & (held < 0)).any()
+    negative = ((positions < 0) & visible[:, past:]).any()
+    flags = torch.stack((visible.all(), shows_padding, negative))
+    shown = torch.where(visible[:, past:], positions, -1)
+    host = torch.cat((newest, shown.T.flatten(), flags)).cpu()
+    all_visible, shows_padding, negative = host[-3:].bool().tolist()
+    if shows_padding:
+        raise ValueError(
+            "attention_mask must be 0 where it was 0 when the cache was filled, got one that shows "
+            "padding. Pass the mask of all tokens since the first call, or none."
+        )
+    if negative and not custom:
+        raise ValueError(
+            "position_ids must be at least 0 where attention_mask is not 0, got negative ones. "
+            "Leave them out, or mask the padding."
+        )
+    return host[:-3].view(length + 1, batch).T, all_visible
 
 
 def _starts(positions: torch.Tensor, past: int) -> torch.Tensor:

@@ -102,3 +102,9 @@ def test_an_interrupted_conversion_leaves_no_half_written_model(tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         smollm2()
     assert os.listdir(tmp_path / "models") == []
+
+
+def test_readme_holds_the_table_of_the_benchmarks():
+    check = [sys.executable, str(ROOT / "benchmarks" / "report.py"), "--check"]
+    run = subprocess.run(check, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -54,7 +54,7 @@ class TestOracle:
     @pytest.mark.parametrize("step", STEPS)
     @pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 90])
     def test_uncached_and_cached_logits(self, layers, step, length):
-        model, ids = tiny_llama(num_hidden_layers=layers), random_ids(length)
+        model, ids = tiny_llama(num_hidden_layers=layers).double(), random_ids(length)
         expected = oracle.llama_logits(model, ids[0].tolist(), WINDOW, step or 1)
         patch_llama(model, rescale_every=step)
         assert_close(logits_of(model, ids, use_cache=False)[0], expected)
@@ -62,6 +62,7 @@ class TestOracle:
 
     def test_plain_rope_knows_the_stock_model(self, model):
         """The oracle itself is right: with no window to outgrow, it is the stock model."""
+        model.double()
         ids = random_ids(90)
         expected = oracle.llama_logits(model, ids[0].tolist(), oracle.PLAIN, 1)
         assert_close(logits_of(model, ids)[0], expected)
@@ -74,16 +75,17 @@ class TestOracle:
         assert torch.equal(generate(model, prompt, DynamicYaRNCache(), 30)[0], expected)
 
     def test_options_reach_the_model(self, model):
+        model.double()
         ids = random_ids(100)
         options = {"max_scale": 2.0, "beta_fast": 4.0, "beta_slow": 0.5, "truncate": False}
         expected = oracle.llama_logits(
-            model, ids[0].tolist(), 24, 5, attention_factor=1.2, **options
+            model, ids[0].tolist(), 24, 5, attention_factor=1.05, **options
         )
         patch_llama(
             model,
             original_max_position_embeddings=24,
             rescale_every=5,
-            attention_factor=1.2,
+            attention_factor=1.05,
             **options,
         )
         assert_close(in_chunks(model, ids, 9)[0], expected)
