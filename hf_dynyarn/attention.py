@@ -93,6 +93,7 @@ class AttentionPlan:
         self._tables: dict[object, Tables] = {}
         self._tables_of: Segment | None = None
         self._scratch: dict[torch.device, RotatedKeys] = {}
+        self._tail: tuple[object, torch.Tensor] | None = None
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -159,9 +160,36 @@ class AttentionPlan:
 
         A full kernel serves one query, a causal kernel as many queries as keys.
         """
-        if not (self.custom_mask is None and self.visible is None and self.documents is None):
+        if not self.plainly_causal:
             return True
         return queries > 1 and (queries != keys or self.backend == "eager")
+
+    @property
+    def plainly_causal(self) -> bool:
+        """Whether every token sees all that came before it, and nothing else."""
+        return self.custom_mask is None and self.visible is None and self.documents is None
+
+    def tail_mask(self, queries: int, groups: int, like: torch.Tensor) -> torch.Tensor:
+        """Causal mask, additive, of queries that are the last keys, repeated for each of `groups`.
+
+        It is wide enough for all keys: its last columns serve any tile of as many queries, so that
+        the segments and layers of a call share it.
+
+        Args:
+            queries: number of queries.
+            groups: query heads of a key head.
+            like: gives the device and the dtype.
+
+        Returns:
+            `(1, 1, groups * queries, P + T)`
+        """
+        wanted = (queries, groups, like.device, like.dtype)
+        if self._tail is None or self._tail[0] != wanted:
+            mask = like.new_zeros((groups, queries, self.total))
+            hidden = like.new_full((queries, queries), -torch.inf).triu(1)
+            mask[:, :, self.total - queries :] = hidden
+            self._tail = (wanted, mask.view(1, 1, groups * queries, self.total))
+        return self._tail[1]
 
     def mask(self, start: int, stop: int, first: int, like: torch.Tensor) -> torch.Tensor:
         """Mask of new tokens `[start, stop)` over keys `[first, last_key(stop))`.
@@ -400,17 +428,22 @@ def _eager_or_sdpa(
     if plan.backend == "eager":
         attention = _family_eager(type(call.module))
     needs_mask = plan.needs_mask(query.shape[2], key.shape[2])
-    tile = max(1, TILE * key.shape[1] // query.shape[1]) if needs_mask else query.shape[2]
+    groups = query.shape[1] // key.shape[1]
+    tile = max(1, TILE // groups) if needs_mask else query.shape[2]
     for start in range(segment.start, segment.stop, tile):
         stop = min(start + tile, segment.stop)
         queries = query[:, :, start - segment.start : stop - segment.start]
         seen = plan.last_key(stop) - segment.first
         keys, values = key[:, :, :seen], value[:, :, :seen]
-        mask = plan.mask(start, stop, segment.first, query) if needs_mask else None
-        causal = mask is None and stop - start > 1
-        if plan.backend == "sdpa" and not causal:
+        if plan.backend == "sdpa" and (needs_mask or stop - start == 1):
+            mask = None
+            if needs_mask and plan.plainly_causal:
+                mask = plan.tail_mask(stop - start, groups, queries)[..., plan.total - seen :]
+            elif needs_mask:
+                mask = _grouped_mask(plan.mask(start, stop, segment.first, query), groups)
             yield _grouped_sdpa(call, queries, keys, values, mask), None
         else:
+            mask = plan.mask(start, stop, segment.first, query) if needs_mask else None
             yield attention(
                 call.module,
                 queries,
@@ -419,7 +452,7 @@ def _eager_or_sdpa(
                 mask,
                 scaling=call.scaling,
                 dropout=call.dropout,
-                is_causal=causal,
+                is_causal=not needs_mask and stop - start > 1,
                 output_attentions=plan.output_attentions,
             )
 
@@ -439,13 +472,13 @@ def _grouped_sdpa(
     value: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attends by sdpa without repeating a key for each query head of its group."""
+    """Attends by sdpa without repeating a key for each query head of its group, mask grouped."""
     batch, heads, queries, _ = query.shape
     output = scaled_dot_product_attention(
         _grouped(query, key),
         key,
         value,
-        attn_mask=None if mask is None else _grouped_mask(mask, query, key),
+        attn_mask=mask,
         dropout_p=call.dropout,
         scale=call.scaling,
     )
@@ -478,7 +511,7 @@ def _one_in_tiles(
         scores *= call.scaling
         if plan.needs_mask(1, count):
             mask = plan.mask(segment.start, segment.stop, segment.first, query)
-            mask = _grouped_mask(mask, query, key)
+            mask = _grouped_mask(mask, query.shape[1] // key.shape[1])
             if mask.dtype == torch.bool:
                 scores.masked_fill_(~mask, -torch.inf)
             else:
@@ -500,11 +533,11 @@ def _grouped(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])
 
 
-def _grouped_mask(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _grouped_mask(mask: torch.Tensor, groups: int) -> torch.Tensor:
     """The mask `(B or 1, Hq or 1, T, K)` of the queries that `_grouped` makes."""
     if mask.shape[1] > 1:
-        return mask.reshape(mask.shape[0], key.shape[1], -1, mask.shape[-1])
-    return mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)
+        return mask.reshape(mask.shape[0], mask.shape[1] // groups, -1, mask.shape[-1])
+    return mask.repeat(1, 1, groups, 1)
 
 
 def _flash(

@@ -140,7 +140,7 @@ class TestMasks:
         patch_llama(model, rescale_every=64)
         cache = DynamicYaRNCache()
         logits = [logits_of(model, ids[:, :3], cache), logits_of(model, ids[:, 3:], cache)]
-        assert max(shape[2] for shape in masks_built) == 8  # each for two query heads of a group
+        assert max(shape[2] for shape in masks_built) == 16
         assert_close(torch.cat(logits, 1), logits_of(model, ids, use_cache=False))
 
     def test_no_stock_mask_is_built(self, monkeypatch):
@@ -165,14 +165,20 @@ class TestMasks:
 @pytest.fixture
 def masks_built(monkeypatch):
     """Shapes of the masks that were built."""
-    shapes, build = [], attention.AttentionPlan.mask
+    shapes = []
 
-    def recorded(self, *args):
-        mask = build(self, *args)
-        shapes.append(tuple(mask.shape))
-        return mask
+    def recording(build):
+        def recorded(self, *args):
+            mask = build(self, *args)
+            shapes.append(tuple(mask.shape))
+            return mask
 
-    monkeypatch.setattr(attention.AttentionPlan, "mask", recorded)
+        return recorded
+
+    for name in ("mask", "tail_mask"):
+        monkeypatch.setattr(
+            attention.AttentionPlan, name, recording(getattr(attention.AttentionPlan, name))
+        )
     return shapes
 
 
