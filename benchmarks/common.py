@@ -208,9 +208,9 @@ def row(variant: str, samples: list[float], **columns) -> dict:
         "mean": statistics.mean(samples),
         "p20": ordered[position[0]],
         "p80": ordered[position[1]],
-        "samples": len(samples),
     }
     rounded = {name: float(f"{value:.5g}") for name, value in values.items()}
+    rounded["samples"] = len(samples)
     return {"variant": variant, **rounded, **columns}
 
 

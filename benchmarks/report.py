@@ -64,16 +64,51 @@ def table() -> str:
     )
     return (
         "\n".join(lines) + f"\n\nOne decoding step of SmolLM2-135M, batch 1, mean of "
-        f"{conditions['samples']} steps; past the window of 8,192 these hold one change of scale. "
+        f"{float(conditions['samples']):.0f} steps; past the window of 8,192 these hold one change of scale. "
         f"{conditions['device']}, {conditions['threads']} threads, torch {conditions['torch']}, "
         f"transformers {conditions['transformers']}. Prefill reads {reads}. All rows: "
-        "[benchmarks/results](benchmarks/results).\n"
+        "[benchmarks/results](benchmarks/results).\n\n"
+        "![Milliseconds per token against tokens held](benchmarks/results/decode.png)\n"
     )
 
 
 def readme_with(table: str) -> str:
     before, rest = README.read_text().split(BEGIN)
     return before + BEGIN + table + END + rest.split(END)[1]
+
+
+def figure_of_the_rest() -> None:
+    """Prefill, memory, the cost of rescaling, and a batch: a bar for each row."""
+    import matplotlib.pyplot as plt
+
+    panels = (
+        ("prefill", "one call", "s, one call"),
+        ("memory", "bytes held", "bytes held per token"),
+        ("rescale", "", "% of decoding time spent on rescaling"),
+        ("batch", "one decoding step", "ms per step of 8 unequal rows"),
+    )
+    drawn, axes = plt.subplots(1, 4, figsize=(13, 3.4), layout="constrained")
+    for axis, (bench, quantity, label) in zip(axes, panels, strict=True):
+        rows = rows_of(bench)
+        if bench == "rescale":
+            rows = [one for one in rows if one["variant"] == "share of decoding time"]
+            names = [one["quantity"].removeprefix("rescale_every=") for one in rows]
+        else:
+            rows = [one for one in rows if one["quantity"] == quantity]
+            names = [f"{int(one['tokens']):,} {one['variant']}" for one in rows]
+        colours = [COLOURS.get(one["variant"], COLOURS["ours"]) for one in rows]
+        axis.barh(names[::-1], [float(one["median"]) for one in rows][::-1], color=colours[::-1])
+        first = rows[0]
+        axis.set_title(f"{first['model']}, {first['dtype']}", fontsize=8)
+        axis.set_xlabel(label, fontsize=8)
+        axis.tick_params(labelsize=7)
+    drawn.suptitle(f"{first['device']}, {first['threads']} threads", fontsize=9)
+    write(drawn, "others")
+
+
+def write(drawn, name: str) -> None:
+    for suffix, metadata in (("svg", {"Date": None}), ("png", {})):
+        drawn.savefig(RESULTS / f"{name}.{suffix}", dpi=150, metadata=metadata)
 
 
 def figure() -> None:
@@ -105,8 +140,7 @@ def figure() -> None:
         f"One decoding step, SmolLM2-135M, batch 1, {first['device']}, {first['threads']} threads",
         fontsize=10,
     )
-    for suffix, metadata in (("svg", {"Date": None}), ("png", {})):
-        drawn.savefig(RESULTS / f"decode.{suffix}", dpi=150, metadata=metadata)
+    write(drawn, "decode")
 
 
 if __name__ == "__main__":
@@ -118,3 +152,4 @@ if __name__ == "__main__":
         sys.exit(None if readme_with(table()) == README.read_text() else "README.md is out of date")
     README.write_text(readme_with(table()))
     figure()
+    figure_of_the_rest()
