@@ -57,6 +57,7 @@ def table() -> str:
                 f"| {float(bare['ratio']):.2f} |"
             )
     conditions = smollm2[0]
+    steps = int(float(conditions["samples"]))
     reads = ", ".join(
         f"{int(one['tokens']):,} tokens in {1 / float(one['ratio']):.2f} times static YaRN's time"
         for one in prefill
@@ -64,7 +65,7 @@ def table() -> str:
     )
     return (
         "\n".join(lines) + f"\n\nOne decoding step of SmolLM2-135M, batch 1, mean of "
-        f"{float(conditions['samples']):.0f} steps; past the window of 8,192 these hold one change of scale. "
+        f"{steps} steps; past the window of 8,192 these hold one change of scale. "
         f"{conditions['device']}, {conditions['threads']} threads, torch {conditions['torch']}, "
         f"transformers {conditions['transformers']}. Prefill reads {reads}. All rows: "
         "[benchmarks/results](benchmarks/results).\n\n"
@@ -131,6 +132,8 @@ def figure() -> None:
             axis.fill_between(tokens, low, high, color=colour, alpha=0.2, linewidth=0)
         axis.set(title=dtype, xlabel="tokens in the cache", xscale="log", yscale="log")
         axis.set_xticks([2048, 8192, 32768], ["2k", "8k", "32k"])
+        ticks = [20, 50, 100, 200, 500]
+        axis.set_yticks(ticks, [str(tick) for tick in ticks])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("ms per token")
