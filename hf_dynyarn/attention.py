@@ -136,8 +136,9 @@ class AttentionPlan:
             offset = self.past if new_only else 0
             self._tables[wanted] = rotary_tables(
                 positions[rows, first - offset : last - offset].to(device),
-                segment.inv_freq[rows].to(device),
-                segment.gain[rows].to(device),
+                # From the CPU: without waiting for what the device still has to do.
+                segment.inv_freq[rows].to(device, non_blocking=True),
+                segment.gain[rows].to(device, non_blocking=True),
                 dtype,
             )
         return self._tables[wanted]
