@@ -35,13 +35,14 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
-def demo(*arguments, **kwargs):
+def demo(*arguments):
     return subprocess.Popen(
         [sys.executable, str(ROOT / "examples" / "demo.py"), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        **kwargs,
+        # One thread, as in conftest.py: on a busy machine, two would wait for each other.
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -62,7 +63,7 @@ def test_readme(folder, monkeypatch, capsys):
 
 def test_demo(folder):
     run = demo("--model", folder, "--tokens", 2500, "--new-tokens", 5, "--compare")
-    out, err = run.communicate(timeout=120)
+    out, err = run.communicate(timeout=200)
     assert run.returncode == 0, err
     rows = [line.split() for line in out.splitlines() if re.match(r" +\d+ - ", line)]
     assert [(row[0], row[2]) for row in rows] == [("0", "1024"), ("1024", "2048"), ("2048", "2499")]
@@ -72,11 +73,11 @@ def test_demo(folder):
 
 
 def test_demo_leaves_no_traceback_when_interrupted(folder):
-    run = demo("--model", folder, "--tokens", 60000, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    run = demo("--model", folder, "--tokens", 60000)
     while "0 -   1024" not in (line := run.stdout.readline()):
         assert line, run.stderr.read()
     run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=60)
+    _, err = run.communicate(timeout=200)
     assert run.returncode == 130
     assert "Traceback" not in err
 
