@@ -34,7 +34,7 @@ from .rope import YaRNSchedule, rotary_tables, rotate
 # taken for a kernel on the Hub.
 ATTENTION_NAME = "dynamic_yarn"
 
-# Rows of a mask, query heads of a group included: over 128k keys it takes 128 MiB as bool.
+# Rows of a mask, query heads of a group included: over 128k keys it takes 256 MiB in bfloat16.
 TILE = 1024
 
 Tables = tuple[torch.Tensor, torch.Tensor]
