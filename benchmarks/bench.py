@@ -99,7 +99,8 @@ def decode_columns(model: str, tokens: int, dtype: torch.dtype) -> dict:
     }
 
 
-def save_decode(name: str, model, tokens: int, dtype: torch.dtype, times: dict) -> None:
+def steps_compared(times: dict[str, list[float]]) -> list[dict]:
+    """Rows of decoding steps, ours with the ratio of static YaRN's mean to theirs."""
     rival = statistics.mean(times["static yarn"])
     rows = []
     for variant, samples in times.items():
@@ -108,6 +109,11 @@ def save_decode(name: str, model, tokens: int, dtype: torch.dtype, times: dict) 
             "ratio_of": "static yarn, mean",
         }
         rows.append(row(variant, samples, **(ratio if "ours" in variant else {})))
+    return rows
+
+
+def save_decode(name: str, model, tokens: int, dtype: torch.dtype, times: dict) -> None:
+    rows = steps_compared(times)
     limit = least_bytes(model, tokens) / copy_bandwidth() * 1e3
     rows.append(row("limit", [limit], note="bytes a step must read / copy bandwidth"))
     save("decode", rows, **decode_columns(name, tokens, dtype))
@@ -271,18 +277,9 @@ def batch(quick: bool) -> None:
         "static yarn": step(static, stock_cache(stock, longest, rows_of), rows_of, mask),
         "ours": step(ours, our_cache(stock, longest, rows_of, mask), rows_of, mask),
     }
-    times = alternate(runs, 8 if quick else 24)
-    rival = statistics.mean(times["static yarn"])
-    rows = []
-    for variant, samples in times.items():
-        more = {
-            "ratio": round(rival / statistics.mean(samples), 3),
-            "ratio_of": "static yarn, mean",
-        }
-        rows.append(row(variant, samples, **(more if variant == "ours" else {})))
     save(
         "batch",
-        rows,
+        steps_compared(alternate(runs, 8 if quick else 24)),
         model="SmolLM2-135M",
         tokens=longest,
         batch=rows_of,

@@ -141,7 +141,6 @@ def random_states(model: LlamaForCausalLM, tokens: int, batch: int):
 
 def patched(model: LlamaForCausalLM, **options) -> LlamaForCausalLM:
     """The same weights in a patched model beside the stock one."""
-    twin = copy.copy(model)
     twin = with_rope(model, {"rope_type": "default"})
     patch_llama(twin, **options)
     return twin
