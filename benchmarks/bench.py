@@ -19,8 +19,11 @@ import torch
 from common import (
     CACHE,
     alternate,
+    bytes_per_token,
     copy_bandwidth,
     least_bytes,
+    least_operations,
+    matmul_rate,
     our_cache,
     patched,
     random_llama,
@@ -66,11 +69,10 @@ def decode(quick: bool) -> None:
             }
             save_decode("SmolLM2-135M", stock, tokens, dtype, alternate(runs, 12 if quick else 32))
             del caches, runs
-        if not quick and dtype == torch.float32:
-            ids = torch.full((1, 2048), 5)
-            run = {"no cache": partial(read, models["ours"], ids, use_cache=False)}
-            rows = [row("no cache", alternate(run, 2, 0)["no cache"])]
-            save("decode", rows, **decode_columns("SmolLM2-135M", 2048, dtype))
+        for tokens in (2048, 4096, 8192) if not quick and dtype == torch.float32 else ():
+            run = partial(read, models["ours"], torch.full((1, tokens), 5), use_cache=False)
+            rows = [row("no cache", alternate({"no cache": run}, 1, 0)["no cache"])]
+            save("decode", rows, **decode_columns("SmolLM2-135M", tokens, dtype))
     shape = {
         "hidden_size": 1024,
         "intermediate_size": 2816,
@@ -114,9 +116,19 @@ def steps_compared(times: dict[str, list[float]]) -> list[dict]:
 
 def save_decode(name: str, model, tokens: int, dtype: torch.dtype, times: dict) -> None:
     rows = steps_compared(times)
-    limit = least_bytes(model, tokens) / copy_bandwidth() * 1e3
-    rows.append(row("limit", [limit], note="bytes a step must read / copy bandwidth"))
+    rows.append(limit_of_step(model, tokens))
     save("decode", rows, **decode_columns(name, tokens, dtype))
+
+
+def limit_of_step(model, tokens: int) -> dict:
+    """Row of the least time that a decoding step can take, in ms.
+
+    Args:
+        model: the model.
+        tokens: number of tokens that the step attends to, over all rows.
+    """
+    limit = least_bytes(model, tokens) / copy_bandwidth() * 1e3
+    return row("limit", [limit], note="bytes a step must read / copy bandwidth")
 
 
 def prefill(quick: bool) -> None:
@@ -136,6 +148,8 @@ def prefill(quick: bool) -> None:
             more = {"ratio": round(ratio, 3), "ratio_of": "static yarn, median"}
             seconds = [sample / 1e3 for sample in samples]
             rows.append(row(variant, seconds, **(more if variant == "ours" else {})))
+        limit = least_operations(stock, tokens) / matmul_rate()
+        rows.append(row("limit", [limit], note="operations of matmuls / their rate"))
         save(
             "prefill",
             rows,
@@ -177,6 +191,9 @@ def memory(quick: bool) -> None:
             for variant, value in values.items():
                 more = {"ratio": round(rival / value, 3), "ratio_of": "static yarn"}
                 rows.append(row(variant, [value], **(more if "ours" in variant else {})))
+            if quantity == "bytes held":
+                model = random_llama(torch.float32, 4096, **MEMORY_SHAPE)
+                rows.append(row("limit", [bytes_per_token(model)], note="keys and values alone"))
             save(
                 "memory",
                 rows,
@@ -250,10 +267,13 @@ def rescale(quick: bool) -> None:
         share = (statistics.median(change) - statistics.median(plain)) / (
             every * statistics.median(plain)
         )
+        keys = tokens * bytes_per_token(stock) / 2
+        least = keys / copy_bandwidth() * 1e3 / (every * statistics.median(plain))
         rows = [
             row("plain step", plain, unit="ms"),
             row("step that changes the bucket", change, unit="ms"),
             row("share of decoding time", [100 * share], unit="%"),
+            row("limit", [100 * least], unit="%", note="bytes of all keys / copy bandwidth"),
         ]
         save(
             "rescale",
@@ -277,9 +297,11 @@ def batch(quick: bool) -> None:
         "static yarn": step(static, stock_cache(stock, longest, rows_of), rows_of, mask),
         "ours": step(ours, our_cache(stock, longest, rows_of, mask), rows_of, mask),
     }
+    rows = steps_compared(alternate(runs, 8 if quick else 24))
+    rows.append(limit_of_step(stock, int(lengths.sum())))
     save(
         "batch",
-        steps_compared(alternate(runs, 8 if quick else 24)),
+        rows,
         model="SmolLM2-135M",
         tokens=longest,
         batch=rows_of,

@@ -191,11 +191,33 @@ def copy_bandwidth(device: str = "cpu") -> float:
     return source.nbytes / (min(times) / 1e3)
 
 
-def least_bytes(model: LlamaForCausalLM, tokens: int, batch: int = 1) -> int:
+def matmul_rate() -> float:
+    """Floating-point operations per second of a large float32 product, the most a call could do."""
+    left, right = torch.randn(2, 2048, 2048)
+    times = alternate({"product": lambda: left @ right}, samples=7)["product"]
+    return 2 * 2048**3 / (min(times) / 1e3)
+
+
+def bytes_per_token(model: LlamaForCausalLM) -> int:
+    """Bytes of one token's keys and values, in all layers."""
+    states = next(iter(random_states(model, 1, 1)))
+    return model.config.num_hidden_layers * sum(one.nbytes for one in states)
+
+
+def least_bytes(model: LlamaForCausalLM, tokens: int) -> int:
     """Bytes that a decoding step must read: the weights once, and all keys and values."""
-    weights = sum(weight.nbytes for weight in model.parameters())
-    states = next(iter(random_states(model, 1, batch)))
-    return weights + tokens * model.config.num_hidden_layers * sum(one.nbytes for one in states)
+    return sum(weight.nbytes for weight in model.parameters()) + tokens * bytes_per_token(model)
+
+
+def least_operations(model: LlamaForCausalLM, tokens: int) -> int:
+    """Floating-point operations of reading a text in one call.
+
+    A multiplication and an addition for each weight and token, and for each number of the keys and
+    values that each query sees.
+    """
+    weights = sum(weight.numel() for weight in model.model.layers.parameters())
+    seen = tokens * (tokens + 1) // 2 * model.config.hidden_size * model.config.num_hidden_layers
+    return 2 * (weights * tokens + 2 * seen)
 
 
 def row(variant: str, samples: list[float], **columns) -> dict:
