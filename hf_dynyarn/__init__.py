@@ -3,7 +3,10 @@
 from .cache import DynamicYaRNCache
 from .patch import PatchHandle, patch_llama, unpatch_llama
 from .rope import DynamicYaRNConfig
+from .versions import warn_if_unknown
 
 __version__ = "0.1.0"
 
 __all__ = ["DynamicYaRNCache", "DynamicYaRNConfig", "PatchHandle", "patch_llama", "unpatch_llama"]
+
+warn_if_unknown()

@@ -14,13 +14,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from . import versions
 from .cache import (
     ROTATED_AT_A_TIME,
     DynamicYaRNCache,
@@ -28,7 +29,7 @@ from .cache import (
     document_starts,
     last_positions,
 )
-from .rope import YaRNSchedule, rotary_tables, rotate
+from .rope import Schedule, rotary_tables, rotate
 
 # The name by which transformers finds `dynamic_yarn_attention`. With "flash" in it, it would be
 # taken for a kernel on the Hub.
@@ -53,6 +54,7 @@ class Segment:
     scales: list[float]  # of each row
     inv_freq: torch.Tensor  # (B, D/2) float32, on the CPU
     gain: torch.Tensor  # (B,) float32, on the CPU
+    trained: bool  # whether of `AttentionPlan.trained_segments`
 
 
 @dataclass(eq=False)
@@ -65,6 +67,8 @@ class AttentionPlan:
         held: `(B, P)`, positions of the keys held before, -1 where padding.
         new: `(B, T)`, positions of the new tokens, likewise.
         segments: cover the new tokens from left to right.
+        cut: makes segments, for layers that keep the scale they were trained at or for others.
+        unrotated: indices of the layers that rotate nothing.
         visible: `(B, P + T)` bool, False where a key is padding; None where none is.
         documents: `(B, P + T)` number of each key's document; None where `Segment.first` tells
             them apart.
@@ -75,11 +79,13 @@ class AttentionPlan:
         output_attentions: whether the weights are wanted.
     """
 
-    schedule: YaRNSchedule
+    schedule: Schedule
     cache: DynamicYaRNCache | None
     held: torch.Tensor
     new: torch.Tensor
     segments: list[Segment]
+    cut: Callable[..., list[Segment]]
+    unrotated: frozenset[int]
     visible: torch.Tensor | None
     documents: torch.Tensor | None
     packed: bool
@@ -90,8 +96,7 @@ class AttentionPlan:
     def __post_init__(self) -> None:
         self.past = self.held.shape[1]
         self.total = self.past + self.new.shape[1]
-        self._tables: dict[object, Tables] = {}
-        self._tables_of: Segment | None = None
+        self._tables: dict[bool, tuple[Segment, dict[object, Tables]]] = {}
         self._scratch: dict[torch.device, RotatedKeys] = {}
         self._tail: tuple[object, torch.Tensor] | None = None
 
@@ -99,6 +104,11 @@ class AttentionPlan:
     def positions(self) -> torch.Tensor:
         """Of all keys, `(B, P + T)`. Made when first asked for: a step mostly does without."""
         return torch.cat((self.held, self.new), dim=1)
+
+    @cached_property
+    def trained_segments(self) -> list[Segment]:
+        """Segments for layers that keep the scale they were trained at."""
+        return self.cut(trained=True)
 
     def last_key(self, stop: int) -> int:
         """End of the keys that new tokens up to `stop` may see: causal, unless by a custom mask."""
@@ -126,22 +136,40 @@ class AttentionPlan:
         Returns:
             cos and sin, `(B or 1, last - first, D/2)` each.
         """
-        if self._tables_of is not segment:  # a call of many segments keeps the tables of one
-            self._tables, self._tables_of = {}, segment
+        # A call of many segments keeps the tables of one, and of one for layers as trained.
+        owner, tables = self._tables.get(segment.trained, (None, {}))
+        if owner is not segment:
+            tables = {}
+            self._tables[segment.trained] = (segment, tables)
         wanted = (device, dtype, row, first, last)
-        if wanted not in self._tables:
+        if wanted not in tables:
             rows = slice(None) if row is None else slice(row, row + 1)
             new_only = first >= self.past
             positions = self.new if new_only else self.positions
             offset = self.past if new_only else 0
-            self._tables[wanted] = rotary_tables(
+            tables[wanted] = rotary_tables(
                 positions[rows, first - offset : last - offset].to(device),
                 # From the CPU: without waiting for what the device still has to do.
                 segment.inv_freq[rows].to(device, non_blocking=True),
                 segment.gain[rows].to(device, non_blocking=True),
                 dtype,
             )
-        return self._tables[wanted]
+        return tables[wanted]
+
+    def segments_of(self, layer: nn.Module, window: int | None) -> list[Segment]:
+        """The segments of a layer.
+
+        A layer that rotates nothing, or whose window lies within the trained one, so that no pair
+        is ever farther apart than in training, has its queries at one scale.
+
+        Args:
+            layer: an attention layer.
+            window: how many keys a query of the layer sees, or None for all.
+        """
+        within = window is not None and window <= self.schedule.original_max_position_embeddings
+        if layer.layer_idx in self.unrotated or (within and not self.schedule.per_forward):
+            return self.trained_segments
+        return self.segments
 
     def rotated_copy(self, layer: nn.Module) -> RotatedKeys | None:
         """An attention layer's rotated keys in the cache, if it keeps any."""
@@ -156,21 +184,36 @@ class AttentionPlan:
         scratch.forget()  # another layer's keys
         return scratch
 
-    def needs_mask(self, queries: int, keys: int) -> bool:
+    def first_key(self, start: int, first: int, window: int | None) -> int:
+        """First key that new token `start` may see, of those from `first` on.
+
+        Args:
+            start: the new token.
+            first: first key of its segment.
+            window: how many keys a query sees, or None for all. A custom mask has its own.
+        """
+        if window is None or self.custom_mask is not None:
+            return first
+        return max(first, self.past + start - window + 1)
+
+    def needs_mask(self, queries: int, keys: int, window: int | None = None) -> bool:
         """Whether a full kernel or a causal one would see the wrong keys.
 
         A full kernel serves one query, a causal kernel as many queries as keys.
         """
         if not self.plainly_causal:
             return True
-        return queries > 1 and (queries != keys or self.backend == "eager")
+        cut = window is not None and keys > window
+        return queries > 1 and (queries != keys or cut or self.backend == "eager")
 
     @property
     def plainly_causal(self) -> bool:
         """Whether every token sees all that came before it, and nothing else."""
         return self.custom_mask is None and self.visible is None and self.documents is None
 
-    def tail_mask(self, queries: int, groups: int, like: torch.Tensor) -> torch.Tensor:
+    def tail_mask(
+        self, queries: int, groups: int, like: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
         """Causal mask, additive, of queries that are the last keys, repeated for each of `groups`.
 
         It is wide enough for all keys: its last columns serve any tile of as many queries, so that
@@ -180,19 +223,25 @@ class AttentionPlan:
             queries: number of queries.
             groups: query heads of a key head.
             like: gives the device and the dtype.
+            window: how many keys a query sees, or None for all.
 
         Returns:
             `(1, 1, groups * queries, P + T)`
         """
-        wanted = (queries, groups, like.device, like.dtype)
+        wanted = (queries, groups, window, like.device, like.dtype)
         if self._tail is None or self._tail[0] != wanted:
             mask = like.new_zeros((groups, queries, self.total))
             hidden = like.new_full((queries, queries), -torch.inf).triu(1)
             mask[:, :, self.total - queries :] = hidden
+            if window is not None:
+                hidden = like.new_full((queries, self.total), -torch.inf)
+                mask += hidden.tril(self.total - queries - window)
             self._tail = (wanted, mask.view(1, 1, groups * queries, self.total))
         return self._tail[1]
 
-    def mask(self, start: int, stop: int, first: int, like: torch.Tensor) -> torch.Tensor:
+    def mask(
+        self, start: int, stop: int, first: int, like: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
         """Mask of new tokens `[start, stop)` over keys `[first, last_key(stop))`.
 
         Args:
@@ -200,6 +249,7 @@ class AttentionPlan:
             stop: new token after the last one.
             first: first key.
             like: gives the device, and the dtype where the mask is additive.
+            window: how many keys a query sees, or None for all.
 
         Returns:
             `(B or 1, H or 1, queries, keys)`, True where a query attends; additive where the
@@ -210,7 +260,7 @@ class AttentionPlan:
         if self.custom_mask is not None:
             mask = self.custom_mask[:, :, start:stop, first:last].to(like.device)
         else:
-            mask = self._causal_mask(start, stop, first, last, like.device)
+            mask = self._causal_mask(start, stop, first, last, window, like.device)
         if mask.dtype != torch.bool:
             # Clamped, since the lowest number of a wider dtype would become -inf, and rows of these
             # NaN.
@@ -220,11 +270,19 @@ class AttentionPlan:
         return mask
 
     def _causal_mask(
-        self, start: int, stop: int, first: int, last: int, device: torch.device
+        self,
+        start: int,
+        stop: int,
+        first: int,
+        last: int,
+        window: int | None,
+        device: torch.device,
     ) -> torch.Tensor:
         query_index = torch.arange(self.past + start, self.past + stop, device=device)[:, None]
         key_index = torch.arange(first, last, device=device)
         allowed = (key_index <= query_index)[None]  # (1, queries, keys)
+        if window is not None:
+            allowed = allowed & (key_index > query_index - window)
         if self.documents is not None:
             documents = self.documents.to(device)
             of_queries = documents[:, self.past + start : self.past + stop, None]
@@ -237,13 +295,14 @@ class AttentionPlan:
 
 
 def make_plan(
-    schedule: YaRNSchedule,
+    schedule: Schedule,
     cache: DynamicYaRNCache | None,
     inputs: torch.Tensor,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     backend: str,
     output_attentions: bool,
+    unrotated: frozenset[int] = frozenset(),
 ) -> AttentionPlan:
     """Resolves positions, padding, documents and scales of one forward call.
 
@@ -263,6 +322,7 @@ def make_plan(
         position_ids: `(B or 1, T)` or None.
         backend: transformers' name of the attention implementation.
         output_attentions: whether the weights are wanted.
+        unrotated: indices of the layers that rotate nothing.
 
     Raises:
         TypeError: the mask or the positions are of another type.
@@ -294,7 +354,8 @@ def make_plan(
     if attention_mask is None:
         starts = _starts(on_host, past)
         starts = starts if was_packed or starts.any() else None
-    segments = _segments(schedule, on_host[:, 1:], starts, past)
+    cut = partial(_segments, schedule, on_host[:, 1:], starts, past)
+    segments = cut(trained=False)
     if starts is not None and not _told_apart(segments, starts, past, was_packed):
         before = document_starts(held) if was_packed else torch.zeros_like(held, dtype=torch.bool)
         documents = torch.cat((before, starts.to(held.device)), dim=1).cumsum(-1)
@@ -311,6 +372,8 @@ def make_plan(
         held=held,
         new=torch.where(visible[:, past:], positions, -1),
         segments=segments,
+        cut=cut,
+        unrotated=unrotated,
         visible=None if all_visible else visible,
         documents=documents,
         packed=was_packed or starts is not None,
@@ -320,8 +383,8 @@ def make_plan(
     )
 
 
-# Output `(B, T, Hq, D)`, and weights `(B, Hq, T, K)` or None.
-Attended = tuple[torch.Tensor, torch.Tensor | None]
+# First key, output `(B, T, Hq, D)`, and weights `(B, Hq, T, K)` or None, of some of the queries.
+Attended = tuple[int, torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -332,6 +395,7 @@ class _Call:
     plan: AttentionPlan
     scaling: float
     dropout: float
+    window: int | None  # how many keys a query sees; None for all
 
 
 def dynamic_yarn_attention(
@@ -342,9 +406,10 @@ def dynamic_yarn_attention(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
     dynamic_yarn_plan: AttentionPlan | None = None,
     **kwargs: object,
-) -> Attended:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The attention function that transformers calls in each layer of a patched model.
 
     Args:
@@ -355,6 +420,7 @@ def dynamic_yarn_attention(
         attention_mask: unread; the plan has it.
         scaling: factor on the logits.
         dropout: probability of dropping a weight.
+        sliding_window: how many keys a query sees, itself included; None for all.
         dynamic_yarn_plan: the plan of this forward call.
         **kwargs: what transformers passes beside, unread.
 
@@ -376,19 +442,19 @@ def dynamic_yarn_attention(
             f"layer {module.layer_idx} must attend over {plan.total} keys, got {key.shape[2]}: it "
             "left the cache out. Call model.eval(), or pass use_cache=False."
         )
-    call = _Call(module, plan, scaling, dropout)
+    call = _Call(module, plan, scaling, dropout, sliding_window)
     outputs, weights = [], []
-    for segment, output, weight in _attend(call, query, key, value):
+    for first, output, weight in _attend(call, query, key, value):
         outputs.append(output)
         if weight is not None and plan.output_attentions:
-            missing = (segment.first, plan.total - segment.first - weight.shape[-1])
+            missing = (first, plan.total - first - weight.shape[-1])
             weights.append(nn.functional.pad(weight, missing))
     return torch.cat(outputs, dim=1), torch.cat(weights, dim=2) if weights else None
 
 
 def _attend(
     call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-) -> Iterator[tuple[Segment, torch.Tensor, torch.Tensor | None]]:
+) -> Iterator[Attended]:
     """Rotates, and attends segment by segment; all arguments are those of the whole call."""
     plan = call.plan
     # Under autocast the stock model rotates in float32 and the backend casts; so do we.
@@ -398,54 +464,64 @@ def _attend(
     differentiable = torch.is_grad_enabled() and any(
         states.requires_grad for states in (query, key, value)
     )
+    rotates = call.module.layer_idx not in plan.unrotated
     copy = plan.rotated_copy(call.module)
     rotated = copy or plan.scratch(key.device)
     tiled = copy is None and plan.backend == "sdpa" and not (differentiable or call.dropout > 0)
     backend = _flash if "flash" in plan.backend else _eager_or_sdpa
-    for segment in plan.segments:
-        first, last = segment.first, plan.last_key(segment.stop)
+    for segment in plan.segments_of(call.module, call.window):
+        first = plan.first_key(segment.start, segment.first, call.window)
+        last = plan.last_key(segment.stop)
         tables = partial(plan.tables, segment, key.device, dtype)
-        own = tables(None, plan.past + segment.start, plan.past + segment.stop)
-        queries = rotate(query[:, :, segment.start : segment.stop], *own)
+        queries = query[:, :, segment.start : segment.stop]
         keys, values = key[:, :, first:last], value[:, :, first:last]
-        if tiled and queries.shape[2] == 1:
+        if rotates:
+            own = tables(None, plan.past + segment.start, plan.past + segment.stop)
+            queries = rotate(queries, *own)
+        if rotates and tiled and queries.shape[2] == 1:
             cos, sin = tables(None, first, last)
-            yield segment, _one_in_tiles(call, segment, queries, keys, values, cos, sin), None
+            yield first, _one_in_tiles(call, segment, queries, keys, values, cos, sin), None
             continue
-        if differentiable:
+        if rotates and differentiable:
             keys = rotate(keys, *tables(None, first, last))
-        else:
+        elif rotates:
             keys = rotated.advance(key, first, last, segment.scales, tables)
-        for output, weight in backend(call, segment, queries, keys, values):
-            yield segment, output, weight
+        yield from backend(call, segment, first, queries, keys, values)
 
 
 def _eager_or_sdpa(
-    call: _Call, segment: Segment, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    call: _Call,
+    segment: Segment,
+    first: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
 ) -> Iterator[Attended]:
     """Attends for one segment, rotated already, a tile of queries at a time if it needs masks."""
-    plan = call.plan
+    plan, window = call.plan, call.window
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if plan.backend == "eager":
         attention = _family_eager(type(call.module))
-    needs_mask = plan.needs_mask(query.shape[2], key.shape[2])
+    needs_mask = plan.needs_mask(query.shape[2], key.shape[2], window)
     groups = query.shape[1] // key.shape[1]
     tile = max(1, TILE // groups) if needs_mask else query.shape[2]
     for start in range(segment.start, segment.stop, tile):
         stop = min(start + tile, segment.stop)
         queries = query[:, :, start - segment.start : stop - segment.start]
-        seen = plan.last_key(stop) - segment.first
-        keys, values = key[:, :, :seen], value[:, :, :seen]
+        begin, end = plan.first_key(start, first, window), plan.last_key(stop)
+        keys, values = (states[:, :, begin - first : end - first] for states in (key, value))
         if plan.backend == "sdpa" and (needs_mask or stop - start == 1):
             mask = None
             if needs_mask and plan.plainly_causal:
-                mask = plan.tail_mask(stop - start, groups, queries)[..., plan.total - seen :]
+                mask = plan.tail_mask(stop - start, groups, queries, window)
+                mask = mask[..., begin - end :]
             elif needs_mask:
-                mask = _grouped_mask(plan.mask(start, stop, segment.first, query), groups)
-            yield _grouped_sdpa(call, queries, keys, values, mask), None
+                mask = plan.mask(start, stop, begin, query, window)
+                mask = _grouped_mask(mask, groups)
+            yield begin, _grouped_sdpa(call, queries, keys, values, mask), None
         else:
-            mask = plan.mask(start, stop, segment.first, query) if needs_mask else None
-            yield attention(
+            mask = plan.mask(start, stop, begin, query, window) if needs_mask else None
+            output, weights = attention(
                 call.module,
                 queries,
                 keys,
@@ -456,13 +532,14 @@ def _eager_or_sdpa(
                 is_causal=not needs_mask and stop - start > 1,
                 output_attentions=plan.output_attentions,
             )
+            yield begin, output, weights
 
 
-def _family_eager(layer: type) -> Callable[..., Attended]:
+def _family_eager(layer: type) -> Callable[..., Any]:
     """Eager attention of a layer's family, which transformers does not register but each has."""
     modules = (sys.modules[base.__module__] for base in layer.__mro__)
     found = (getattr(module, "eager_attention_forward", None) for module in modules)
-    attention: Callable[..., Attended] = next(function for function in found if function)
+    attention: Callable[..., Any] = next(function for function in found if function is not None)
     return attention
 
 
@@ -510,8 +587,9 @@ def _one_in_tiles(
             keys = rotate(key[:, :, part], cos[:, part], sin[:, part]).to(key.dtype)
             scores[..., part] = queries @ keys.to(precise).mT
         scores *= call.scaling
-        if plan.needs_mask(1, count):
-            mask = plan.mask(segment.start, segment.stop, segment.first, query)
+        if plan.needs_mask(1, count, call.window):
+            first = plan.last_key(segment.stop) - count
+            mask = plan.mask(segment.start, segment.stop, first, query, call.window)
             mask = _grouped_mask(mask, query.shape[1] // key.shape[1])
             if mask.dtype == torch.bool:
                 scores.masked_fill_(~mask, -torch.inf)
@@ -542,17 +620,23 @@ def _grouped_mask(mask: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def _flash(
-    call: _Call, segment: Segment, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    call: _Call,
+    segment: Segment,
+    first: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
 ) -> Iterator[Attended]:
     """Attends by a flash kernel, whose causal mask is aligned to the last key as ours is."""
     plan = call.plan
     visible = None
     if plan.visible is not None:
-        visible = plan.visible[:, segment.first : plan.last_key(segment.stop)].to(query.device)
+        visible = plan.visible[:, first : plan.last_key(segment.stop)].to(query.device)
         # A row that is still all padding shows its last token: a kernel may fail without any key.
         newest = visible[:, -1:] | ~visible.any(-1, keepdim=True)
         visible = torch.cat((visible[:, :-1], newest), dim=1)
-    output = _flash_attention_forward(
+    output = versions.flash_attention(
+        plan.backend,
         query.transpose(1, 2).to(value.dtype),
         key.transpose(1, 2).to(value.dtype),
         value.transpose(1, 2),
@@ -561,11 +645,9 @@ def _flash(
         is_causal=True,
         dropout=call.dropout,
         softmax_scale=call.scaling,
-        # The name of this parameter on transformers 4 and 5; the other goes unread.
-        implementation=plan.backend,
-        attn_implementation=plan.backend,
+        sliding_window=call.window,
     )
-    yield output, None
+    yield first, output, None
 
 
 def _split_mask(
@@ -684,7 +766,11 @@ def _starts(positions: torch.Tensor, past: int) -> torch.Tensor:
 
 
 def _segments(
-    schedule: YaRNSchedule, positions: torch.Tensor, starts: torch.Tensor | None, past: int
+    schedule: Schedule,
+    positions: torch.Tensor,
+    starts: torch.Tensor | None,
+    past: int,
+    trained: bool,
 ) -> list[Segment]:
     """Cuts the new tokens where any row's scale changes or any row starts a document.
 
@@ -693,8 +779,12 @@ def _segments(
         positions: `(B, T)`, of the new tokens, on the CPU.
         starts: `(B, T)`, which of them start a document, or None.
         past: number of keys held.
+        trained: whether all are at the scale that the model was trained at.
     """
-    scale = _over_padding(schedule.scale(positions), positions >= 0)
+    if trained:
+        scale = torch.full_like(positions, schedule.min_scale, dtype=torch.float64)
+    else:
+        scale = _over_padding(schedule.scale(positions), positions >= 0)
     cuts = (scale[:, 1:] != scale[:, :-1]).any(0)
     first = torch.zeros_like(positions)
     if starts is not None:
@@ -705,7 +795,15 @@ def _segments(
     first, scale = first[:, begins].amin(0), scale[:, begins]
     inv_freq, gain = schedule.inv_freq(scale), schedule.gain(scale)
     return [
-        Segment(start, stop, int(first[i]), scale[:, i].tolist(), inv_freq[:, i], gain[:, i])
+        Segment(
+            start,
+            stop,
+            int(first[i]),
+            scale[:, i].tolist(),
+            inv_freq[:, i],
+            gain[:, i],
+            trained,
+        )
         for i, (start, stop) in enumerate(zip(begins, stops, strict=True))
     ]
 

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from .rope import YaRNSchedule, rotate
+from .rope import Schedule, rotate
+from .versions import cropped_length
 
 # Buffers grow by an eighth, and by this many tokens at least.
 LEAST_GROWTH = 256
@@ -214,7 +215,7 @@ class DynamicYaRNCache(Cache):
         TypeError: `rotated_copy` is not a bool.
     """
 
-    schedule: YaRNSchedule | None
+    schedule: Schedule | None
     packed: bool
     _positions: torch.Tensor | None  # (B, room)
     _length: int
@@ -274,7 +275,7 @@ class DynamicYaRNCache(Cache):
         newest = last_positions(self.positions)
         return self.schedule.scale(newest[:, None].cpu())[:, 0].tolist()
 
-    def check_fits(self, schedule: YaRNSchedule, batch: int, layers: int) -> None:
+    def check_fits(self, schedule: Schedule, batch: int, layers: int) -> None:
         """Checks that a model with this schedule and number of layers can continue the cache.
 
         Raises:
@@ -313,7 +314,7 @@ class DynamicYaRNCache(Cache):
         """Ends a forward call that failed: the cache stays as it was before."""
         self._forward = None
 
-    def commit(self, positions: torch.Tensor, schedule: YaRNSchedule, packed: bool) -> None:
+    def commit(self, positions: torch.Tensor, schedule: Schedule, packed: bool) -> None:
         """Records the tokens that the forward call has appended, and closes the cache.
 
         Args:
@@ -383,7 +384,7 @@ class DynamicYaRNCache(Cache):
         negative ones: minus the number of tokens to remove.
         """
         self._drop_uncommitted()
-        length = _cropped_length(self._length, *args, **kwargs)
+        length = cropped_length(self._length, *args, **kwargs)
         if length == 0:
             self.reset()
         for layer in self.layers:
@@ -498,15 +499,6 @@ def with_room(buffer: torch.Tensor, length: int, needed: int, dim: int) -> torch
     longer = torch.empty(shape, dtype=buffer.dtype, device=buffer.device)
     longer.narrow(dim, 0, length).copy_(buffer.detach().narrow(dim, 0, length))
     return longer
-
-
-def _cropped_length(length: int, *args: Any, **kwargs: Any) -> int:
-    """What `crop` leaves of `length` tokens, as a layer of the installed transformers has it."""
-    stock = DynamicLayer()
-    stock.keys = stock.values = torch.empty(1).expand(1, 1, length, 1)
-    stock.is_initialized = True
-    stock.crop(*args, **kwargs)
-    return int(stock.keys.shape[2])
 
 
 def _kind(states: torch.Tensor) -> tuple[object, ...]:

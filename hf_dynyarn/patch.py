@@ -13,60 +13,65 @@ The model's own config stays as it is. It is where the backend is read from at e
 `set_attn_implementation` works on a patched model, nothing of ours is ever saved, and models that
 share a config do not notice.
 
-This is the only module that knows models and versions of transformers.
+Which models can be patched, and where their parts are, is in `models.py`; what depends on the
+version of transformers, in `versions.py`.
 """
 
 import copy
 import gc
-import inspect
 import threading
 import weakref
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PretrainedConfig, __version__
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
+from transformers import AttentionInterface, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from .attention import ATTENTION_NAME, AttentionPlan, dynamic_yarn_attention, make_plan
 from .cache import DynamicYaRNCache
-from .rope import DynamicYaRNConfig, YaRNSchedule
+from .models import (
+    attention_layers,
+    cache_droppers,
+    family_of,
+    find_decoder,
+    is_decoder,
+    unrotated_layers,
+)
+from .rope import DYNAMIC_YARN, DynamicYaRNConfig, Schedule, make_schedule
+from .versions import (
+    CACHE_KEYWORDS,
+    CHECKPOINTING_NEEDS_GRADIENTS,
+    arguments_of,
+    rope_parameters,
+)
 
 logger = logging.get_logger(__name__)
-
-SUPPORTED_MODEL_TYPES = ("llama",)
-SUPPORTED_ROPE_TYPES = ("default", "yarn")
 
 # How the plan travels from the decoder to `dynamic_yarn_attention`.
 PLAN_KEYWORD = "dynamic_yarn_plan"
 
-TRANSFORMERS = tuple(int(part) for part in __version__.split(".")[:2])
-
-# transformers 5.24 renamed `past_key_values`; the decoder's signature tells which name it has.
-CACHE_KEYWORDS = ("cache", "past_key_values")
-ARGUMENTS = list(inspect.signature(LlamaModel.forward).parameters)[1:]
-CACHE_KEYWORD = next(name for name in CACHE_KEYWORDS if name in ARGUMENTS)
-
 _lock = threading.RLock()
 _class_wide: "PatchHandle | None" = None
-_patched: "weakref.WeakSet[LlamaModel]" = weakref.WeakSet()
+_patched: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
 
 
 def patch_llama(
     model: nn.Module | None = None, config: DynamicYaRNConfig | None = None, **options: Any
 ) -> "PatchHandle":
-    """Makes a Llama model attend with Dynamic YaRN, past its window as well as within it.
+    """Makes a model attend with Dynamic YaRN, past its window as well as within it.
 
     A patched model takes a `DynamicYaRNCache`, and makes one itself where a stock model makes a
     `DynamicCache`. Up to the window its results are those of the stock model. Patching a model
     again replaces its options.
 
     Args:
-        model: a Llama model, or a wrapper around one. Without it the patch is class-wide: it holds
-            for every Llama model of this process, loaded already or later, until `unpatch_llama()`,
-            and leaves alone those that were patched by themselves. A model is then checked when it
-            is first called.
+        model: a model of a supported family (`hf_dynyarn.models.FAMILIES`), or a wrapper around
+            one. Without it the patch is class-wide: it holds for every such model of this process,
+            loaded already or later, until `unpatch_llama()`, and leaves alone those that were
+            patched by themselves. A model is then checked when it is first called.
         config: the options.
         **options: the same options as keywords, in place of `config`.
 
@@ -81,8 +86,8 @@ def patch_llama(
     with _lock:
         if model is None:
             return _patch_class_wide(config)
-        decoder = _find_decoder(model)
-        _check_and_patch(decoder, config, class_wide=False)
+        decoder = find_decoder(model)
+        _check_and_patch(decoder, config, model)
         return PatchHandle(config, decoder)
 
 
@@ -102,7 +107,7 @@ def unpatch_llama(model: nn.Module | None = None) -> None:
             for decoder in _live_decoders():
                 _restore(decoder)
             return
-        decoder = _find_decoder(model)
+        decoder = find_decoder(model)
         patch = _patch_of(decoder)
         if patch is not None and patch.class_wide:
             raise ValueError(
@@ -122,7 +127,7 @@ class PatchHandle:
         config: the options of the patch.
     """
 
-    def __init__(self, config: DynamicYaRNConfig, decoder: LlamaModel | None = None) -> None:
+    def __init__(self, config: DynamicYaRNConfig, decoder: PreTrainedModel | None = None) -> None:
         self.config = config
         self._removed = False
         # Weak, so that a handle somebody keeps does not keep the model's memory.
@@ -173,28 +178,31 @@ class _Patch:
 
     def __init__(
         self,
-        decoder: LlamaModel,
+        decoder: PreTrainedModel,
         config: DynamicYaRNConfig,
-        schedule: YaRNSchedule,
-        class_wide: bool,
+        schedule: Schedule,
+        model: nn.Module | None,
     ) -> None:
         self.config = config
         self.schedule = schedule
-        self.class_wide = class_wide
-        self.stock_configs = [(layer, layer.config) for layer in _attention_layers(decoder)]
+        self.class_wide = model is None
+        self.arguments = arguments_of(decoder)
+        self.unrotated = unrotated_layers(decoder)
+        self.stock_configs = [(layer, layer.config) for layer in attention_layers(decoder)]
+        self.cache_droppers = [] if model is None else cache_droppers(model)
         self.hooks = (
             decoder.register_forward_pre_hook(self.before_forward, with_kwargs=True),
             decoder.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True),
         )
 
     def before_forward(
-        self, decoder: LlamaModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks and plans a call, then opens its cache. A refused call has changed nothing."""
         if self.class_wide and _class_wide is None:  # a copy from a time when it was
             _restore(decoder)
             return args, kwargs
-        kwargs = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+        kwargs = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
         names = ("input_ids", "inputs_embeds")
         given = [kwargs[name] for name in names if kwargs.get(name) is not None]
         if len(given) != 1:
@@ -210,11 +218,13 @@ class _Patch:
             position_ids=kwargs.get("position_ids"),
             backend=_backend(decoder.config),
             output_attentions=_option(decoder, kwargs, "output_attentions"),
+            unrotated=self.unrotated,
         )
         if cache is not None:
             plan.cache = DynamicYaRNCache.adopt(cache)
             plan.cache.begin(plan)
-        kwargs[CACHE_KEYWORD] = plan.cache
+        name = next(name for name in CACHE_KEYWORDS if name in self.arguments)
+        kwargs[name] = plan.cache
         kwargs["position_ids"] = plan.new.clamp(min=0)
         # A 4-D mask goes through the decoder as it is: with this one no stock mask is built. The
         # plan has the real one.
@@ -223,7 +233,7 @@ class _Patch:
         return (), kwargs
 
     def after_forward(
-        self, decoder: LlamaModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Commits the call to its cache, or, after an error (no output), closes the cache."""
         plan = kwargs.get(PLAN_KEYWORD)
@@ -234,7 +244,7 @@ class _Patch:
         else:
             plan.cache.commit(plan.new, plan.schedule, plan.packed)
 
-    def _cache(self, decoder: LlamaModel, kwargs: dict[str, Any], batch: int) -> Any:
+    def _cache(self, decoder: PreTrainedModel, kwargs: dict[str, Any], batch: int) -> Any:
         """Takes the cache out of `kwargs` and checks it; makes one where a stock model would."""
         given = [kwargs.pop(name) for name in CACHE_KEYWORDS if name in kwargs]
         cache: Any = next((cache for cache in given if cache is not None), None)
@@ -242,10 +252,9 @@ class _Patch:
             cache.check_fits(self.schedule, batch, decoder.config.num_hidden_layers)
         elif cache is not None:
             DynamicYaRNCache.check_adoptable(cache)
-        # Under checkpointing the layers drop the cache, which the backward pass would fill again;
-        # before transformers 5.24 also where there will be no backward pass.
+        # Under checkpointing the layers drop the cache, which the backward pass would fill again.
         checkpointing = decoder.training and decoder.gradient_checkpointing
-        if checkpointing and (torch.is_grad_enabled() or TRANSFORMERS < (5, 24)):
+        if checkpointing and (torch.is_grad_enabled() or not CHECKPOINTING_NEEDS_GRADIENTS):
             useless = cache is not None and not torch.is_grad_enabled()
             if useless or (cache is not None and cache.get_seq_length() > 0):
                 raise ValueError(
@@ -259,67 +268,44 @@ class _Patch:
         return cache
 
 
-def resolve_schedule(model_config: PretrainedConfig, config: DynamicYaRNConfig) -> YaRNSchedule:
+def resolve_schedule(model_config: PretrainedConfig, config: DynamicYaRNConfig) -> Schedule:
     """Fills the defaults of `config` in from the model's config.
 
     Raises:
+        TypeError: the model's config asks for an option that there is not.
         ValueError: the model's rope type is not supported, or an option contradicts the model.
     """
-    rope = _rope_parameters(model_config)
-    rope_type = rope["rope_type"]
-    if rope_type not in SUPPORTED_ROPE_TYPES:
-        raise ValueError(
-            f"the rope type of the model must be one of {SUPPORTED_ROPE_TYPES}, got {rope_type!r}. "
-            "Load the model with one of these, or leave it unpatched."
-        )
-    for name, neutral in (
-        ("partial_rotary_factor", 1.0),
-        ("mscale", None),
-        ("mscale_all_dim", None),
-    ):
-        if rope.get(name) not in (None, neutral):
-            raise ValueError(
-                f"rope_parameters[{name!r}] of the model must be {neutral}, got {rope[name]!r}."
-            )
-    trained = rope.get("original_max_position_embeddings") if rope_type == "yarn" else None
-    trained = trained or model_config.max_position_embeddings
-    window = config.original_max_position_embeddings or trained
-    finetuned = bool(rope.get("finetuned")) if config.finetuned is None else config.finetuned
-    if finetuned and rope_type != "yarn":
-        raise ValueError(
-            "finetuned=True needs a model whose rope_parameters have the factor it was trained "
-            f"with, got rope type {rope_type!r}. Leave finetuned out."
-        )
-    factor = rope.get("factor") or model_config.max_position_embeddings / trained
     heads = model_config.num_attention_heads
-    return YaRNSchedule(
-        head_dim=getattr(model_config, "head_dim", None) or model_config.hidden_size // heads,
-        rope_theta=float(rope["rope_theta"]),
-        original_max_position_embeddings=window,
-        rescale_every=config.rescale_every or max(1, window // 32),
-        max_scale=float("inf") if config.max_scale is None else float(config.max_scale),
-        min_scale=max(1.0, float(factor)) if finetuned else 1.0,
-        per_forward=config.schedule == "forward",
-        beta_fast=float(config.beta_fast or rope.get("beta_fast") or 32),
-        beta_slow=float(config.beta_slow or rope.get("beta_slow") or 1),
-        attention_factor=config.attention_factor or rope.get("attention_factor"),
-        truncate=rope.get("truncate", True) if config.truncate is None else config.truncate,
+    return make_schedule(
+        rope_parameters(model_config),
+        getattr(model_config, "head_dim", None) or model_config.hidden_size // heads,
+        model_config.max_position_embeddings,
+        config,
     )
 
 
-def _rope_parameters(model_config: PretrainedConfig) -> dict[str, Any]:
-    """The rope parameters that the model itself goes by, in the spelling of transformers 5."""
-    if TRANSFORMERS >= (5, 0):
-        return {"rope_type": "default", **model_config.rope_parameters}
-    theta, scaling = model_config.rope_theta, model_config.rope_scaling or {}
-    newer = getattr(model_config, "rope_parameters", None)
-    if newer and newer.get("rope_theta") != theta:
+def _rope_of_unpatched(
+    model_config: PretrainedConfig, device: Any = None, seq_len: Any = None, **kwargs: Any
+) -> tuple[torch.Tensor, float]:
+    """Frequencies and gain of a model whose config says `dynamic_yarn`, until it is patched.
+
+    transformers asks for them when it makes the model, and, with `seq_len`, when a text is longer
+    than `max_position_embeddings`.
+
+    Raises:
+        ValueError: with `seq_len`.
+    """
+    if seq_len is not None:
         raise ValueError(
-            "the model's config must have rope_theta and rope_scaling, got rope_parameters="
-            f"{newer}, which this transformers does not read. Upgrade to transformers 5, with "
-            "which the config was written."
+            f"a model of rope type {DYNAMIC_YARN!r} must be patched to read past its window, got "
+            f"{int(seq_len)} tokens in one that is not. Call patch_llama(model) first."
         )
-    return {"rope_type": scaling.get("type", "default"), "rope_theta": theta, **scaling}
+    schedule = resolve_schedule(model_config, DynamicYaRNConfig())
+    return schedule.inv_freq(torch.ones((), dtype=torch.float64)).to(device), 1.0
+
+
+# So that such a model can be made at all. No other model notices.
+ROPE_INIT_FUNCTIONS[DYNAMIC_YARN] = _rope_of_unpatched
 
 
 def _backend(model_config: PretrainedConfig) -> str:
@@ -349,45 +335,26 @@ def _check_causal(model_config: PretrainedConfig, kwargs: dict[str, Any]) -> Non
         )
 
 
-def _option(decoder: LlamaModel, kwargs: dict[str, Any], name: str) -> bool:
+def _option(decoder: PreTrainedModel, kwargs: dict[str, Any], name: str) -> bool:
     value = kwargs.get(name)
     return bool(getattr(decoder.config, name) if value is None else value)
 
 
-def _find_decoder(model: nn.Module) -> LlamaModel:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
-    decoders = [module for module in model.modules() if isinstance(module, LlamaModel)]
-    if len(decoders) > 1:
-        raise ValueError(
-            f"model must hold one Llama decoder, got {len(decoders)}. Patch them one by one."
-        )
-    if not decoders or not _is_supported(decoders[0]):
-        model_type = getattr(getattr((*decoders, model)[0], "config", None), "model_type", None)
-        raise TypeError(
-            f"model must be of one of the supported families {SUPPORTED_MODEL_TYPES}, with one "
-            f"attention layer of its own in each decoder layer, got {type(model).__name__} of "
-            f"model_type {model_type!r}."
-        )
-    return decoders[0]
-
-
-def _is_supported(decoder: LlamaModel) -> bool:
-    """Whether the decoder is of a supported family, with the attention layers it came with."""
-    of_family = decoder.config.model_type in SUPPORTED_MODEL_TYPES
-    return of_family and len(_attention_layers(decoder)) == len(decoder.layers)
-
-
-def _attention_layers(decoder: LlamaModel) -> list[LlamaAttention]:
-    return [module for module in decoder.modules() if isinstance(module, LlamaAttention)]
-
-
-def _patch_of(decoder: LlamaModel) -> _Patch | None:
+def _patch_of(decoder: PreTrainedModel) -> _Patch | None:
     patch: _Patch | None = decoder.__dict__.get("_dynamic_yarn")
     return patch
 
 
-def _check_and_patch(decoder: LlamaModel, config: DynamicYaRNConfig, class_wide: bool) -> None:
+def _check_and_patch(
+    decoder: PreTrainedModel, config: DynamicYaRNConfig, model: nn.Module | None
+) -> None:
+    """Patches a decoder for the model that holds it, or class-wide for whichever does."""
+    if model is None and family_of(decoder).drops_cache:
+        raise ValueError(
+            f"a model of model_type {decoder.config.model_type!r} must be patched by itself, for "
+            "its generate() would throw the cache away, got a class-wide patch. Call "
+            "patch_llama(model)."
+        )
     _check_causal(decoder.config, {})
     schedule = resolve_schedule(decoder.config, config)
     _backend(decoder.config)
@@ -398,16 +365,20 @@ def _check_and_patch(decoder: LlamaModel, config: DynamicYaRNConfig, class_wide:
         )
         _restore(decoder)
     AttentionInterface.register(ATTENTION_NAME, dynamic_yarn_attention)
-    decoder._dynamic_yarn = _Patch(decoder, config, schedule, class_wide)
+    patch = _Patch(decoder, config, schedule, model)
+    decoder._dynamic_yarn = patch
     decoder.rotary_emb = UnrotatedEmbedding(decoder.rotary_emb)
     attention_config = copy.copy(decoder.config)
     attention_config._attn_implementation = ATTENTION_NAME
-    for layer in _attention_layers(decoder):
+    for layer in attention_layers(decoder):
         layer.config = attention_config
+    for wrapper in patch.cache_droppers:
+        prepare = GenerationMixin.prepare_inputs_for_generation
+        wrapper.prepare_inputs_for_generation = MethodType(prepare, wrapper)
     _patched.add(decoder)
 
 
-def _restore(decoder: LlamaModel) -> None:
+def _restore(decoder: PreTrainedModel) -> None:
     patch = _patch_of(decoder)
     if patch is None:
         return
@@ -416,6 +387,8 @@ def _restore(decoder: LlamaModel) -> None:
     decoder.rotary_emb = decoder.rotary_emb.stock
     for layer, config in patch.stock_configs:
         layer.config = config
+    for wrapper in patch.cache_droppers:
+        del wrapper.prepare_inputs_for_generation
     del decoder._dynamic_yarn
 
 
@@ -423,21 +396,21 @@ def _patch_class_wide(config: DynamicYaRNConfig) -> PatchHandle:
     global _class_wide
     if _class_wide is not None:
         logger.warning(
-            f"patch_llama: Llama was patched already; {config} replaces {_class_wide.config}."
+            f"patch_llama: all models were patched; {config} replaces {_class_wide.config}."
         )
         _remove_class_wide()
     _class_wide = PatchHandle(config)
-    # LlamaModel has no __call__ of its own: nothing is overwritten, and deleting it restores all.
-    LlamaModel.__call__ = _patch_and_call
+    # It has no __call__ of its own: nothing is overwritten, and deleting it restores all.
+    PreTrainedModel.__call__ = _patch_and_call
     return _class_wide
 
 
-def _patch_and_call(decoder: LlamaModel, *args: Any, **kwargs: Any) -> Any:
-    """`LlamaModel.__call__` under the class-wide patch: patches the model first if it is not."""
+def _patch_and_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """`PreTrainedModel.__call__` under the class-wide patch: patches a decoder if it is not yet."""
     with _lock:
-        if _class_wide is not None and _patch_of(decoder) is None and _is_supported(decoder):
-            _check_and_patch(decoder, _class_wide.config, class_wide=True)
-    return super(LlamaModel, decoder).__call__(*args, **kwargs)
+        if _class_wide is not None and _patch_of(model) is None and is_decoder(model):
+            _check_and_patch(model, _class_wide.config, None)
+    return super(PreTrainedModel, model).__call__(*args, **kwargs)
 
 
 def _remove_class_wide() -> None:
@@ -445,17 +418,17 @@ def _remove_class_wide() -> None:
     if _class_wide is None:
         return
     _class_wide = None
-    del LlamaModel.__call__
+    del PreTrainedModel.__call__
     for decoder in _live_decoders():
         patch = _patch_of(decoder)
         if patch is not None and patch.class_wide:
             _restore(decoder)
 
 
-def _live_decoders() -> list[LlamaModel]:
+def _live_decoders() -> list[PreTrainedModel]:
     """Every patched decoder of this process.
 
     The garbage collector knows the deep copies, our own set those that were frozen away from it.
     """
-    found = {thing for thing in gc.get_objects() if issubclass(type(thing), LlamaModel)}
+    found = {thing for thing in gc.get_objects() if issubclass(type(thing), PreTrainedModel)}
     return [decoder for decoder in found.union(_patched) if _patch_of(decoder) is not None]

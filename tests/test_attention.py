@@ -10,7 +10,7 @@ from hf_dynyarn.attention import make_plan
 from hf_dynyarn.rope import YaRNSchedule
 
 SCHEDULE = YaRNSchedule(
-    head_dim=16, rope_theta=1e4, original_max_position_embeddings=32, rescale_every=8
+    rotary_dim=16, rope_theta=1e4, original_max_position_embeddings=32, rescale_every=8
 )
 
 

@@ -5,7 +5,7 @@ import torch
 from conftest import CACHE, assert_close, logits_of, random_ids, tiny_llama
 
 from hf_dynyarn import DynamicYaRNCache, patch_llama
-from hf_dynyarn.patch import TRANSFORMERS
+from hf_dynyarn.versions import TRANSFORMERS
 
 IDS = random_ids(90, rows=4)
 

@@ -14,7 +14,7 @@ from hf_dynyarn.rope import YaRNSchedule, rotary_tables, rotate
 
 def schedule(window=32, step=1, dim=16, base=10000.0, **options):
     return YaRNSchedule(
-        head_dim=dim,
+        rotary_dim=dim,
         rope_theta=base,
         original_max_position_embeddings=window,
         rescale_every=step,

@@ -1,0 +1,123 @@
+"""The models that can be patched, and where in them the decoder and its attention layers are.
+
+A model is supported by this table alone: a model of another family may run with the same hooks and
+be silently wrong (interleaved pairs, norms behind the rotation, positions that enter elsewhere).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def _always(layer: nn.Module) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Family:
+    """One of transformers' model families.
+
+    Attributes:
+        prefix: of its classes: `<prefix>Model` is the decoder, `<prefix>Attention` its attention.
+        rotates: whether an attention layer rotates its queries and keys.
+        drops_cache: whether its `generate()` throws a cache away on the way past the window.
+    """
+
+    prefix: str
+    rotates: Callable[[nn.Module], bool] = _always
+    drops_cache: bool = False
+
+
+# By `model_type`.
+FAMILIES: dict[str, Family] = {
+    "arcee": Family("Arcee"),
+    "exaone4": Family("Exaone4", lambda layer: layer.sliding_window is None or layer.is_sliding),
+    "gemma": Family("Gemma"),
+    "granite": Family("Granite"),
+    "llama": Family("Llama"),
+    "ministral": Family("Ministral"),
+    "mistral": Family("Mistral"),
+    "mixtral": Family("Mixtral"),
+    "olmo2": Family("Olmo2"),
+    "phi3": Family("Phi3", drops_cache=True),
+    "qwen2": Family("Qwen2"),
+    "qwen3": Family("Qwen3"),
+    "qwen3_moe": Family("Qwen3Moe"),
+    "seed_oss": Family("SeedOss"),
+    "smollm3": Family("SmolLM3", lambda layer: bool(layer.use_rope)),
+    "starcoder2": Family("Starcoder2"),
+}
+
+
+def find_decoder(model: nn.Module) -> PreTrainedModel:
+    """The one decoder of a supported family in a model.
+
+    Raises:
+        TypeError: there is none.
+        ValueError: there are several.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}.")
+    decoders = [module for module in model.modules() if is_decoder(module)]
+    if len(decoders) > 1:
+        raise ValueError(
+            f"model must hold one decoder, got {len(decoders)}. Patch them one by one."
+        )
+    if not decoders:
+        model_type = getattr(getattr(model, "config", None), "model_type", None)
+        raise TypeError(
+            f"model must be of one of the supported families {tuple(FAMILIES)}, with one attention "
+            f"layer of its own in each decoder layer, got {type(model).__name__} of model_type "
+            f"{model_type!r}."
+        )
+    return decoders[0]
+
+
+def is_decoder(module: nn.Module) -> bool:
+    """Whether a module is a decoder of a supported family, with the attention it came with."""
+    model_type = getattr(getattr(module, "config", None), "model_type", None)
+    if model_type not in FAMILIES or not _is_a(module, model_type, "Model"):
+        return False
+    return len(attention_layers(module)) == len(module.layers)
+
+
+def attention_layers(decoder: PreTrainedModel) -> list[nn.Module]:
+    """The attention layers of a decoder, first to last."""
+    model_type = decoder.config.model_type
+    return [module for module in decoder.modules() if _is_a(module, model_type, "Attention")]
+
+
+def unrotated_layers(decoder: PreTrainedModel) -> frozenset[int]:
+    """Indices of the attention layers that rotate nothing."""
+    rotates = family_of(decoder).rotates
+    layers = attention_layers(decoder)
+    return frozenset(layer.layer_idx for layer in layers if not rotates(layer))
+
+
+def family_of(decoder: PreTrainedModel) -> Family:
+    """The family of a decoder."""
+    return FAMILIES[decoder.config.model_type]
+
+
+def cache_droppers(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model whose `generate()` throws a cache away on the way past the window."""
+    code = {_module(model_type) for model_type, family in FAMILIES.items() if family.drops_cache}
+    prepares = (
+        (m, getattr(type(m), "prepare_inputs_for_generation", None)) for m in model.modules()
+    )
+    return [module for module, prepare in prepares if getattr(prepare, "__module__", None) in code]
+
+
+def _module(model_type: str) -> str:
+    return f"transformers.models.{model_type}.modeling_{model_type}"
+
+
+def _is_a(module: nn.Module, model_type: str, suffix: str) -> bool:
+    """Whether a module is of a class of the family, or of one derived from it.
+
+    By name, for importing the classes would import the code of all families.
+    """
+    wanted = (_module(model_type), FAMILIES[model_type].prefix + suffix)
+    return any((base.__module__, base.__name__) == wanted for base in type(module).__mro__)

@@ -1,0 +1,84 @@
+"""What depends on the installed transformers: no other module asks for its version."""
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel, __version__
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_flash_attention_utils import _flash_attention_forward
+
+OLDEST, NEWEST = (4, 57), (5, 24)
+
+TRANSFORMERS = tuple(int(part) for part in __version__.split(".")[:2])
+
+# transformers 5.24 renamed `past_key_values`; older spellings reach the decoder all the same.
+CACHE_KEYWORDS = ("cache", "past_key_values")
+
+# Under gradient checkpointing the layers drop the cache; older ones also where there will be no
+# backward pass.
+CHECKPOINTING_NEEDS_GRADIENTS = TRANSFORMERS >= (5, 24)
+
+
+def warn_if_unknown() -> None:
+    """Warns where the installed transformers is none that this package was tested with."""
+    if not OLDEST <= TRANSFORMERS <= NEWEST:
+        warnings.warn(
+            f"hf_dynyarn was tested with transformers {_dotted(OLDEST)} to {_dotted(NEWEST)}, got "
+            f"{__version__}: results may be wrong.",
+            stacklevel=3,
+        )
+
+
+def arguments_of(decoder: PreTrainedModel) -> list[str]:
+    """Names of the positional arguments of a decoder's forward."""
+    return list(inspect.signature(type(decoder).forward).parameters)[1:]
+
+
+def rope_parameters(model_config: PretrainedConfig) -> dict[str, Any]:
+    """The rope parameters that the model itself goes by, in the spelling of transformers 5."""
+    if TRANSFORMERS >= (5, 0):
+        rope = {"rope_type": "default", **model_config.rope_parameters}
+        if "rope_theta" not in rope:
+            raise ValueError(
+                "the model must have the same rope_parameters in each layer, got "
+                f"{sorted(model_config.rope_parameters)}. Leave it unpatched."
+            )
+        return rope
+    theta, scaling = model_config.rope_theta, getattr(model_config, "rope_scaling", None) or {}
+    newer = getattr(model_config, "rope_parameters", None)
+    if newer and newer.get("rope_theta") != theta:
+        raise ValueError(
+            "the model's config must have rope_theta and rope_scaling, got rope_parameters="
+            f"{newer}, which this transformers does not read. Upgrade to transformers 5, with "
+            "which the config was written."
+        )
+    rope = {"rope_type": scaling.get("type", "default"), "rope_theta": theta, **scaling}
+    rope.setdefault("partial_rotary_factor", getattr(model_config, "partial_rotary_factor", None))
+    trained = getattr(model_config, "original_max_position_embeddings", None)
+    if rope["rope_type"] == "longrope" and trained:
+        factor = model_config.max_position_embeddings / trained
+        rope |= {"original_max_position_embeddings": trained, "factor": factor}
+    return rope
+
+
+def cropped_length(length: int, *args: Any, **kwargs: Any) -> int:
+    """What `Cache.crop` leaves of `length` tokens, as the installed transformers has it."""
+    stock = DynamicLayer()
+    stock.keys = stock.values = torch.empty(1).expand(1, 1, length, 1)
+    stock.is_initialized = True
+    stock.crop(*args, **kwargs)
+    return int(stock.keys.shape[2])
+
+
+def flash_attention(backend: str, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Calls transformers' flash attention by the name of its implementation."""
+    # The name of this parameter on transformers 4 and 5; the other goes unread.
+    names = {"implementation": backend, "attn_implementation": backend}
+    output: torch.Tensor = _flash_attention_forward(*args, **kwargs, **names)
+    return output
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(str(part) for part in version)
