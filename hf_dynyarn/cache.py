@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .rope import Schedule, rotate
 from .versions import cropped_length
@@ -233,7 +233,8 @@ class DynamicYaRNCache(Cache):
         """Raises a TypeError unless `adopt` can take the cache: an empty `DynamicCache`."""
         remedy = "Pass a DynamicYaRNCache, or none: a patched model makes its own."
         plain = type(cache) is DynamicCache
-        plain = plain and all(type(layer) is DynamicLayer for layer in cache.layers)
+        stock_layers = (DynamicLayer, DynamicSlidingWindowLayer)
+        plain = plain and all(type(layer) in stock_layers for layer in cache.layers)
         if not plain or cache.offloading:
             kind = f"an offloaded {type(cache).__name__}" if plain else f"a {type(cache).__name__}"
             raise TypeError(

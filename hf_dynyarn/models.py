@@ -23,11 +23,15 @@ class Family:
         prefix: of its classes: `<prefix>Model` is the decoder, `<prefix>Attention` its attention.
         rotates: whether an attention layer rotates its queries and keys.
         drops_cache: whether its `generate()` throws a cache away on the way past the window.
+        backends: the attention implementations that can serve it; empty for all that we know.
+        finetuned: whether it was trained with the `factor` of its yarn parameters.
     """
 
     prefix: str
     rotates: Callable[[nn.Module], bool] = _always
     drops_cache: bool = False
+    backends: tuple[str, ...] = ()
+    finetuned: bool = False
 
 
 # By `model_type`.
@@ -35,14 +39,20 @@ FAMILIES: dict[str, Family] = {
     "arcee": Family("Arcee"),
     "exaone4": Family("Exaone4", lambda layer: layer.sliding_window is None or layer.is_sliding),
     "gemma": Family("Gemma"),
+    # Its attention sinks are a column of the logits that only its own eager attention has.
+    "gpt_oss": Family("GptOss", backends=("eager",), finetuned=True),
     "granite": Family("Granite"),
     "llama": Family("Llama"),
     "ministral": Family("Ministral"),
     "mistral": Family("Mistral"),
     "mixtral": Family("Mixtral"),
+    "minimax_m2": Family("MiniMaxM2"),
+    "olmo": Family("Olmo"),
     "olmo2": Family("Olmo2"),
+    "phi": Family("Phi"),
     "phi3": Family("Phi3", drops_cache=True),
     "qwen2": Family("Qwen2"),
+    "qwen2_moe": Family("Qwen2Moe"),
     "qwen3": Family("Qwen3"),
     "qwen3_moe": Family("Qwen3Moe"),
     "seed_oss": Family("SeedOss"),

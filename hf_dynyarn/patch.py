@@ -33,6 +33,7 @@ from transformers.utils import logging
 from .attention import ATTENTION_NAME, AttentionPlan, dynamic_yarn_attention, make_plan
 from .cache import DynamicYaRNCache
 from .models import (
+    FAMILIES,
     attention_layers,
     cache_droppers,
     family_of,
@@ -216,7 +217,7 @@ class _Patch:
             inputs=given[0],
             attention_mask=kwargs.get("attention_mask"),
             position_ids=kwargs.get("position_ids"),
-            backend=_backend(decoder.config),
+            backend=_backend(decoder),
             output_attentions=_option(decoder, kwargs, "output_attentions"),
             unrotated=self.unrotated,
         )
@@ -275,9 +276,12 @@ def resolve_schedule(model_config: PretrainedConfig, config: DynamicYaRNConfig) 
         TypeError: the model's config asks for an option that there is not.
         ValueError: the model's rope type is not supported, or an option contradicts the model.
     """
-    heads = model_config.num_attention_heads
+    heads, rope = model_config.num_attention_heads, rope_parameters(model_config)
+    family = FAMILIES.get(model_config.model_type)
+    if family is not None and family.finetuned and rope["rope_type"] == "yarn":
+        rope.setdefault("finetuned", True)
     return make_schedule(
-        rope_parameters(model_config),
+        rope,
         getattr(model_config, "head_dim", None) or model_config.hidden_size // heads,
         model_config.max_position_embeddings,
         config,
@@ -308,9 +312,15 @@ def _rope_of_unpatched(
 ROPE_INIT_FUNCTIONS[DYNAMIC_YARN] = _rope_of_unpatched
 
 
-def _backend(model_config: PretrainedConfig) -> str:
+def _backend(decoder: PreTrainedModel) -> str:
     """The attention implementation that the model's config names, if it is one that can serve."""
-    backend: str = model_config._attn_implementation or "eager"
+    backend: str = decoder.config._attn_implementation or "eager"
+    allowed = family_of(decoder).backends
+    if allowed and backend not in allowed:
+        raise ValueError(
+            f"the attention implementation of a patched {decoder.config.model_type} must be one of "
+            f"{allowed}, got {backend!r}. Call model.set_attn_implementation({allowed[0]!r}) first."
+        )
     if backend in ("eager", "sdpa") or ("flash" in backend and "paged" not in backend):
         return backend
     raise ValueError(
@@ -357,7 +367,7 @@ def _check_and_patch(
         )
     _check_causal(decoder.config, {})
     schedule = resolve_schedule(decoder.config, config)
-    _backend(decoder.config)
+    _backend(decoder)
     replaced = _patch_of(decoder)
     if replaced is not None:
         logger.warning(

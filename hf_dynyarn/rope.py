@@ -549,7 +549,7 @@ def _trained_frequencies(rope: dict[str, Any], rotary_dim: int) -> tuple[float, 
     period = 2 * math.pi / theta
     share = (rope["original_max_position_embeddings"] / period - low) / (high - low)
     slowed = theta / rope["factor"]
-    mixed = (1 - share) * slowed + share * theta
+    mixed = (1 - share) * theta / rope["factor"] + share * theta
     return tuple(torch.where(share > 1, theta, torch.where(share < 0, slowed, mixed)).tolist())
 
 
@@ -578,16 +578,17 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     """Rotates pair `(i, i + D/2)` of every head, the layout of transformers' Llama. Never in place.
 
     Args:
-        states: `(B, H, T, D)` queries or keys.
+        states: `(B, H, T, head_dim)` queries or keys, of which the first `D` numbers are rotated.
         cos: `(B, T, D/2)`.
         sin: `(B, T, D/2)`.
 
     Returns:
-        `(B, H, T, D)`, in the wider of the two dtypes.
+        `(B, H, T, head_dim)`, in the wider of the two dtypes.
     """
+    half = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]  # (B, 1, T, D/2)
-    first, second = states.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    first, second, rest = states[..., :half], states[..., half : 2 * half], states[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def _check_number(

@@ -1,11 +1,21 @@
-"""The contract, computed the slow way: NumPy, float64, complex rotations, one query at a time.
+"""The contract, computed the slow way: float64, complex rotations, one query at a time.
 
-Nothing here comes from the package under test. A Llama is read from its state dict.
+Nothing here comes from the package under test. `llama_logits` reads a Llama from its state dict;
+`stepwise_logits` lets the stock model of any family do all but the rotation.
 """
 
+import inspect
 import math
 
 import numpy as np
+import torch
+from transformers import DynamicCache, LlamaForCausalLM
+
+CACHE = (
+    "cache"
+    if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
+    else "past_key_values"
+)
 
 PLAIN = 10**9  # a window that no text reaches: plain RoPE
 
@@ -119,3 +129,62 @@ def llama_logits(
             hidden + (gate / (1 + np.exp(-gate)) * up) @ weights[prefix + "mlp.down_proj.weight"].T
         )
     return norm(hidden, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
+
+
+def stepwise_logits(model, tokens, turn):
+    """Logits (T, vocabulary) of one row, by the stock model, one token and one fresh cache a time.
+
+    Args:
+        model: a stock model for causal language modelling, in float64.
+        tokens: (T,) integers.
+        turn: gives a layer's frequencies (D/2,) and gain for the query at a position, or None
+            where the layer rotates nothing.
+    """
+    decoder = model.get_decoder()
+    count = decoder.config.num_hidden_layers
+    keys, values, logits = [None] * count, [None] * count, []
+    now = [0]
+
+    def tell(layer, args, kwargs):
+        freq, gain = turn(layer.layer_idx, now[0]) or (np.zeros(1), 1.0)
+        width = kwargs["position_embeddings"][0].shape[-1]  # one number per pair, or two
+        angles = torch.tensor(np.tile(freq, max(width // len(freq), 1)) * now[0])[None, None]
+        return args, {**kwargs, "position_embeddings": (angles.cos() * gain, angles.sin() * gain)}
+
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(tell, with_kwargs=True)
+        for layer in decoder.layers
+    ]
+    for position, token in enumerate(tokens):
+        now[0] = position
+        cache = DynamicCache()
+        turns = [turn(index, position) for index in range(count)]
+        for index in range(count if position else 0):
+            cache.update(turned(keys[index], turns[index]), values[index], index)
+        with torch.no_grad():
+            output = model(
+                torch.tensor([[int(token)]]),
+                position_ids=torch.tensor([[position]]),
+                **{CACHE: cache},
+            )
+        logits.append(output.logits[0, -1])
+        for index, layer in enumerate(cache.layers):
+            new = turned(layer.keys[:, :, -1:], turns[index], back_from=position)
+            keys[index] = new if position == 0 else torch.cat((keys[index], new), dim=2)
+            values[index] = layer.values
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(logits)
+
+
+def turned(keys, turn, back_from=None):
+    """Keys (1, H, L, D) of positions 0 .. L-1, rotated; or one key, rotated back from its own."""
+    if turn is None:
+        return keys
+    freq, gain = turn
+    positions = np.arange(keys.shape[2]) if back_from is None else np.array([-back_from])
+    gain = gain if back_from is None else 1 / gain
+    factor = torch.tensor(gain * np.exp(1j * positions[:, None] * freq))
+    half = len(freq)
+    pairs = torch.complex(keys[..., :half], keys[..., half : 2 * half]) * factor
+    return torch.cat((pairs.real, pairs.imag, keys[..., 2 * half :]), dim=-1)

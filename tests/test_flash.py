@@ -9,6 +9,7 @@ import flash_attn
 import pytest
 import torch
 from conftest import VOCABULARY, left_padded, logits_of, random_ids, tiny_llama
+from families import tiny
 from flash_attn import flash_attn_interface
 from transformers import modeling_flash_attention_utils
 
@@ -25,16 +26,25 @@ def cpu_kernels():
         op.register_kernel("cpu")(op._init_fn)
 
 
+class Calls(list):
+    windows: list
+
+
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """Makes flash-attn available to transformers; returns which of its functions were called."""
-    made = []
+    """Makes flash-attn available to transformers; returns which of its functions were called.
+
+    `windows` are the windows that they were given.
+    """
+    made = Calls()
+    made.windows = []
 
     def counted(name):
         function = getattr(flash_attn, name)
 
         def call(*args, **kwargs):
             made.append(name)
+            made.windows.append(kwargs.get("window_size"))
             return function(*args, **kwargs)
 
         call.__signature__ = __import__("inspect").signature(function)
@@ -165,3 +175,29 @@ class TestRefused:
         positions = torch.tensor([[*range(30), *range(10)], [*range(10), *range(30)]])
         with pytest.raises(ValueError, match=r"got packed documents in several rows"):
             logits_of(model, random_ids(40, rows=2), position_ids=positions)
+
+
+@pytest.mark.parametrize(
+    ("case", "window"), [("ministral", 12), ("mistral-window past the trained one", 40)]
+)
+def test_windows(case, window, calls):
+    """Steps are compared; of a prefill the call, since the reference on the CPU has no windows."""
+    model, exact = tiny(case).to(torch.bfloat16), tiny(case).to(torch.bfloat16).double()
+    ids = random_ids(60)
+    for one in (model, exact):
+        patch_llama(one, rescale_every=4)
+    expected = logits_of(exact, ids)[:, 50:]
+    errors = {}
+    for backend in ("sdpa", "flash_attention_2"):
+        cache = DynamicYaRNCache()
+        model.config._attn_implementation = "sdpa"
+        logits_of(model, ids[:, :50], cache)
+        model.config._attn_implementation = backend
+        calls.clear()
+        steps = [logits_of(model, token, cache) for token in ids[:, 50:].split(1, 1)]
+        errors[backend] = (torch.cat(steps, dim=1) - expected).abs().mean()
+    assert errors["flash_attention_2"] < 1.5 * errors["sdpa"]
+    assert set(calls) == {"flash_attn_func"}
+    assert not any(calls.windows)  # a step is given the keys of its window alone
+    logits_of(model, ids)
+    assert {w[0] for w in calls.windows if w} == {window - 1}

@@ -30,15 +30,21 @@ from transformers import (
     DynamicCache,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
-    LlamaModel,
+    PreTrainedModel,
     QuantizedCache,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     StaticCache,
 )
+from transformers.models.auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from hf_dynyarn import DynamicYaRNCache, DynamicYaRNConfig, patch, patch_llama, unpatch_llama
+from hf_dynyarn import (
+    DynamicYaRNCache,
+    DynamicYaRNConfig,
+    patch,
+    patch_llama,
+    unpatch_llama,
+    versions,
+)
 from hf_dynyarn import cache as cache_module
 
 LONG = random_ids(70)
@@ -220,7 +226,7 @@ def traces(model):
         ],
         "attention": model.config._attn_implementation,
         "state": list(model.state_dict()),
-        "class": "__call__" in vars(LlamaModel),
+        "class": "__call__" in vars(PreTrainedModel),
     }
 
 
@@ -288,11 +294,10 @@ class TestClassWide:
         with pytest.raises(ValueError, match=r"class-wide.*Call unpatch_llama\(\) without a model"):
             unpatch_llama(model)
 
-    def test_a_model_it_cannot_serve_is_refused_when_called(self):
-        rope = {"rope_type": "linear", "factor": 2.0}
-        model = tiny_llama(rope_scaling=rope)
+    def test_a_model_it_cannot_serve_is_refused_when_called(self, model):
+        model.config.is_causal = False
         patch_llama()
-        with pytest.raises(ValueError, match="rope type"):
+        with pytest.raises(ValueError, match="must attend causally"):
             model(LONG)
         unpatch_llama()
         model(LONG)
@@ -400,7 +405,7 @@ class TestSavingAndLoading:
             "before = {'flash_attn', 'triton'} & set(sys.modules)\n"
             "import hf_dynyarn\n"
             "assert {'flash_attn', 'triton'} & set(sys.modules) == before\n"
-            "assert '__call__' not in vars(llama.LlamaModel)\n"
+            "assert '__call__' not in vars(llama.PreTrainedModel)\n"
         )
         subprocess.run([sys.executable, "-W", "error::FutureWarning", "-c", code], check=True)
 
@@ -464,62 +469,45 @@ class TestAttentionImplementation:
 
 
 class TestRefusedModels:
-    @pytest.mark.parametrize(
-        ("rope", "name"),
-        [
-            ({"rope_type": "linear", "factor": 2.0}, "linear"),
-            ({"rope_type": "dynamic", "factor": 2.0}, "dynamic"),
-            (
-                {
-                    "rope_type": "llama3",
-                    "factor": 8.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 16,
-                },
-                "llama3",
-            ),
-            (
-                {
-                    "rope_type": "longrope",
-                    "factor": 2.0,
-                    "short_factor": [1.0] * 8,
-                    "long_factor": [2.0] * 8,
-                    "original_max_position_embeddings": 16,
-                },
-                "longrope",
-            ),
-        ],
-    )
-    def test_rope_types(self, rope, name):
-        model = tiny_llama(rope_scaling=rope)
+    def test_rope_types(self, model):
+        rope = getattr(model.config, "rope_parameters", None) or {}
+        name = "rope_parameters" if rope else "rope_scaling"
+        setattr(model.config, name, {**rope, "rope_type": "proportional"})
         before = traces(model)
-        with pytest.raises(ValueError, match=rf"one of \('default', 'yarn'\), got '{name}'"):
+        with pytest.raises(ValueError, match=r"one of \('default', .*\), got 'proportional'"):
             patch_llama(model)
         assert traces(model) == before
 
-    def test_mscale(self):
-        rope = {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 8,
-            "mscale": 0.7,
-        }
-        with pytest.raises(ValueError, match=r"\['mscale'\] of the model must be None, got 0.7"):
-            patch_llama(tiny_llama(rope_scaling=rope))
-
-    def test_another_family(self):
-        config = Qwen2Config(
+    @pytest.mark.parametrize(
+        ("model_type", "why"),
+        [
+            ("cohere", "interleaved pairs"),
+            ("deepseek_v3", "half of a key is rotated, for all heads at once"),
+            ("gemma3_text", "two rotary embeddings"),
+            ("glm4", "interleaved pairs"),
+            ("hunyuan_v1_dense", "keys are normed behind the rotation"),
+            ("stablelm", "keywords do not reach the attention"),
+        ],
+    )
+    def test_other_families(self, model_type, why):
+        config = CONFIG_MAPPING[model_type](
             hidden_size=32,
             intermediate_size=32,
+            moe_intermediate_size=32,
             num_hidden_layers=1,
             num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
             vocab_size=97,
+            pad_token_id=0,
         )
-        with pytest.raises(
-            TypeError, match=r"\('llama',\).*got Qwen2ForCausalLM of model_type 'qwen2'"
-        ):
-            patch_llama(Qwen2ForCausalLM(config))
+        model = AutoModelForCausalLM.from_config(config)
+        before = traces(model)
+        with pytest.raises(TypeError, match=rf"'llama'.*got .* of model_type '{model_type}'"):
+            patch_llama(model)
+        assert traces(model) == before
+        with patch_llama(), pytest.raises(TypeError, match="must be used with a patched model"):
+            logits_of(model, LONG, DynamicYaRNCache())
 
     def test_not_a_model(self):
         with pytest.raises(TypeError, match=r"must be a torch.nn.Module, got str"):
@@ -528,7 +516,7 @@ class TestRefusedModels:
             patch_llama(DynamicYaRNConfig())
 
     def test_two_models_in_one(self, model):
-        with pytest.raises(ValueError, match="one Llama decoder, got 2"):
+        with pytest.raises(ValueError, match="one decoder, got 2"):
             patch_llama(nn.ModuleList([model, tiny_llama()]))
 
     def test_a_model_that_is_not_causal(self, model):
@@ -557,11 +545,12 @@ class TestRefusedModels:
 
     def test_a_config_written_by_a_newer_transformers(self, monkeypatch):
         """On transformers 4, which reads rope_theta alone and would take its default."""
-        monkeypatch.setattr(patch, "TRANSFORMERS", (4, 57))
+        monkeypatch.setattr(versions, "TRANSFORMERS", (4, 57))
         config = SimpleNamespace(
             rope_theta=1e4,
             rope_scaling=None,
             rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+            num_attention_heads=2,
         )
         with pytest.raises(ValueError, match=r"rope_parameters=.*Upgrade to transformers 5"):
             patch.resolve_schedule(config, DynamicYaRNConfig())

@@ -1,0 +1,132 @@
+"""A tiny model of every family, and what the contract says of each of its layers."""
+
+import pytest
+import torch
+from conftest import VOCABULARY, WINDOW
+from oracle import frequencies, gain_at, scale_at
+from transformers import AutoModelForCausalLM
+from transformers.models.auto import CONFIG_MAPPING
+
+STEP = 4
+
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+PARTIAL = {"partial_rotary_factor": 0.5}
+SLIDING = {"sliding_window": 12}
+BOTH = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+
+TRAINED_YARN = {
+    "rope_type": "yarn",
+    "factor": 1.5,
+    "original_max_position_embeddings": WINDOW,
+    "truncate": False,
+}
+
+# Family, what its config has beside the common sizes, and of each layer what it does: "r" rotates
+# by the contract, "w" has a window within the trained one, "n" rotates nothing.
+CASES = {
+    "arcee": ({}, "rrrr"),
+    "exaone4": ({**SLIDING, "sliding_window_pattern": 2}, "wnwn"),
+    "exaone4-no window": (
+        {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+        "rrrr",
+    ),
+    "gemma": ({}, "rrrr"),
+    "gpt_oss": ({**SLIDING, **MOE, "num_local_experts": 4, "rope_scaling": TRAINED_YARN}, "wrwr"),
+    "granite": ({"attention_multiplier": 0.3, "residual_multiplier": 0.7}, "rrrr"),
+    "llama": ({"attention_bias": True}, "rrrr"),
+    "ministral": ({**SLIDING, **BOTH}, "wrwr"),
+    "mistral": ({"sliding_window": None}, "rrrr"),
+    "mistral-window": (SLIDING, "wwww"),
+    "mistral-window past the trained one": ({"sliding_window": WINDOW + 8}, "rrrr"),
+    "mixtral": ({"num_local_experts": 4, "sliding_window": None}, "rrrr"),
+    "minimax_m2": ({**MOE, "num_local_experts": 4, "rotary_dim": 8, **PARTIAL}, "rrrr"),
+    "olmo": ({"clip_qkv": 2.0}, "rrrr"),
+    "olmo2": ({}, "rrrr"),
+    "phi": (PARTIAL, "rrrr"),
+    "phi3": ({}, "rrrr"),
+    "phi3-partial": (PARTIAL, "rrrr"),
+    "qwen2": ({}, "rrrr"),
+    "qwen2-window": (
+        {**SLIDING, "use_sliding_window": True, "max_window_layers": 2},
+        "rrww",
+    ),
+    "qwen2_moe": ({**MOE, "num_experts": 4, "shared_expert_intermediate_size": 48}, "rrrr"),
+    "qwen3": ({}, "rrrr"),
+    "qwen3_moe": ({**MOE, "num_experts": 4, "mlp_only_layers": [1]}, "rrrr"),
+    "seed_oss": ({}, "rrrr"),
+    "smollm3": ({"no_rope_layers": [1, 0, 1, 0]}, "rnrn"),
+    "starcoder2": ({"sliding_window": None}, "rrrr"),
+}
+
+BACKENDS = {"gpt_oss": ["eager"]}  # of others: sdpa and eager
+
+# For other tests.
+MORE = {
+    "phi3-longrope": (
+        {
+            "max_position_embeddings": 4 * WINDOW,
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6],
+                "long_factor": [1.0, 1.2, 1.6, 2.0, 2.5, 3.0, 3.5, 4.0],
+            },
+        },
+        "rrrr",
+    ),
+}
+
+
+def tiny(case, attn_implementation=None, seed=0):
+    """A model whose norms and biases matter too."""
+    attn_implementation = attn_implementation or BACKENDS.get(case, ["sdpa"])[0]
+    model_type, (options, _) = case.split("-")[0], {**CASES, **MORE}[case]
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"the installed transformers has no {model_type}")
+    torch.manual_seed(seed)
+    config = CONFIG_MAPPING[model_type](
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": WINDOW,
+            "initializer_range": 0.15,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            **({"original_max_position_embeddings": WINDOW} if model_type == "phi3" else {}),
+            **options,
+        }
+    )
+    config._attn_implementation = attn_implementation
+    config._experts_implementation = "eager"  # the only one that takes float64
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight += 0.5 * torch.randn_like(weight)
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = -1
+    return model
+
+
+def turn_of(case, model):
+    """What the contract says of each layer and position."""
+    config = model.config
+    theta = (getattr(config, "rope_parameters", None) or vars(config))["rope_theta"]
+    dim = int(16 * CASES[case][0].get("partial_rotary_factor", 1))
+
+    def turn(index, position):
+        kind = CASES[case][1][index]
+        if kind == "n":
+            return None
+        scale = 1.0 if kind == "w" else scale_at(position, WINDOW, STEP)
+        ramp = {}
+        if case == "gpt_oss":
+            scale, ramp = max(scale, TRAINED_YARN["factor"]), {"truncate": False}
+        return frequencies(scale, dim, theta, WINDOW, **ramp), gain_at(scale)
+
+    return turn
