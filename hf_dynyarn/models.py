@@ -6,12 +6,13 @@ be silently wrong (interleaved pairs, norms behind the rotation, positions that 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 
-def _always(layer: nn.Module) -> bool:
+def _always(layer: Any) -> bool:
     return True
 
 
@@ -28,7 +29,7 @@ class Family:
     """
 
     prefix: str
-    rotates: Callable[[nn.Module], bool] = _always
+    rotates: Callable[[Any], bool] = _always
     drops_cache: bool = False
     backends: tuple[str, ...] = ()
     finetuned: bool = False
@@ -85,7 +86,7 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
     return decoders[0]
 
 
-def is_decoder(module: nn.Module) -> bool:
+def is_decoder(module: Any) -> bool:
     """Whether a module is a decoder of a supported family, with the attention it came with."""
     model_type = getattr(getattr(module, "config", None), "model_type", None)
     if model_type not in FAMILIES or not _is_a(module, model_type, "Model"):
@@ -93,7 +94,7 @@ def is_decoder(module: nn.Module) -> bool:
     return len(attention_layers(module)) == len(module.layers)
 
 
-def attention_layers(decoder: PreTrainedModel) -> list[nn.Module]:
+def attention_layers(decoder: PreTrainedModel) -> list[Any]:
     """The attention layers of a decoder, first to last."""
     model_type = decoder.config.model_type
     return [module for module in decoder.modules() if _is_a(module, model_type, "Attention")]
@@ -111,7 +112,7 @@ def family_of(decoder: PreTrainedModel) -> Family:
     return FAMILIES[decoder.config.model_type]
 
 
-def cache_droppers(model: nn.Module) -> list[nn.Module]:
+def cache_droppers(model: nn.Module) -> list[Any]:
     """The modules of a model whose `generate()` throws a cache away on the way past the window."""
     code = {_module(model_type) for model_type, family in FAMILIES.items() if family.drops_cache}
     prepares = (

@@ -26,7 +26,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+    __version__,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
@@ -47,6 +53,7 @@ from .versions import (
     CHECKPOINTING_NEEDS_GRADIENTS,
     arguments_of,
     rope_parameters,
+    takes_keywords,
 )
 
 logger = logging.get_logger(__name__)
@@ -364,6 +371,11 @@ def _check_and_patch(
             f"a model of model_type {decoder.config.model_type!r} must be patched by itself, for "
             "its generate() would throw the cache away, got a class-wide patch. Call "
             "patch_llama(model)."
+        )
+    if not takes_keywords(decoder):
+        raise TypeError(
+            f"{type(decoder).__name__} must hand keywords on to its layers, which it does not in "
+            f"transformers {__version__}. Upgrade transformers."
         )
     _check_causal(decoder.config, {})
     schedule = resolve_schedule(decoder.config, config)

@@ -36,6 +36,12 @@ def arguments_of(decoder: PreTrainedModel) -> list[str]:
     return list(inspect.signature(type(decoder).forward).parameters)[1:]
 
 
+def takes_keywords(decoder: PreTrainedModel) -> bool:
+    """Whether a decoder's forward takes keywords it does not know, to hand them on."""
+    parameters = inspect.signature(type(decoder).forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
 def rope_parameters(model_config: PretrainedConfig) -> dict[str, Any]:
     """The rope parameters that the model itself goes by, in the spelling of transformers 5."""
     if TRANSFORMERS >= (5, 0):

@@ -7,6 +7,8 @@ from oracle import frequencies, gain_at, scale_at
 from transformers import AutoModelForCausalLM
 from transformers.models.auto import CONFIG_MAPPING
 
+from hf_dynyarn.versions import TRANSFORMERS
+
 STEP = 4
 
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -66,7 +68,7 @@ MORE = {
         {
             "max_position_embeddings": 4 * WINDOW,
             "rope_scaling": {
-                "rope_type": "longrope",
+                "type": "longrope",
                 "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6],
                 "long_factor": [1.0, 1.2, 1.6, 2.0, 2.5, 3.0, 3.5, 4.0],
             },
@@ -82,6 +84,8 @@ def tiny(case, attn_implementation=None, seed=0):
     model_type, (options, _) = case.split("-")[0], {**CASES, **MORE}[case]
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"the installed transformers has no {model_type}")
+    if model_type == "qwen2_moe" and TRANSFORMERS < (5, 0):
+        pytest.skip("refused on this transformers: see test_patch.py")
     torch.manual_seed(seed)
     config = CONFIG_MAPPING[model_type](
         **{

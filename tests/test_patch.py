@@ -509,6 +509,19 @@ class TestRefusedModels:
         with patch_llama(), pytest.raises(TypeError, match="must be used with a patched model"):
             logits_of(model, LONG, DynamicYaRNCache())
 
+    def test_a_decoder_that_keeps_keywords_to_itself(self, model):
+        """As Qwen2-MoE's on transformers 4: the plan would not reach the layers."""
+
+        class Old(type(model.model)):
+            def forward(self, input_ids=None, cache=None, past_key_values=None):
+                raise NotImplementedError
+
+        model.model.__class__ = Old
+        before = traces(model)
+        with pytest.raises(TypeError, match=r"Old must hand keywords on.*Upgrade transformers"):
+            patch_llama(model)
+        assert traces(model) == before
+
     def test_not_a_model(self):
         with pytest.raises(TypeError, match=r"must be a torch.nn.Module, got str"):
             patch_llama("llama")

@@ -61,10 +61,9 @@ DYNAMIC_YARN = {
 
 def model_of(rope, **changes):
     longer = 1 if rope["rope_type"] in ("linear", "llama3", "dynamic") else 4
-    model = tiny_llama(rope_scaling=dict(rope), max_position_embeddings=longer * WINDOW, **changes)
     if rope["rope_type"] == "longrope":  # where transformers 4 reads it
-        model.config.original_max_position_embeddings = WINDOW
-    return model
+        changes["original_max_position_embeddings"] = WINDOW
+    return tiny_llama(rope_scaling=dict(rope), max_position_embeddings=longer * WINDOW, **changes)
 
 
 def stock_turn(model, length=None):
