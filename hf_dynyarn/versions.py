@@ -36,10 +36,14 @@ def arguments_of(decoder: PreTrainedModel) -> list[str]:
     return list(inspect.signature(type(decoder).forward).parameters)[1:]
 
 
-def takes_keywords(decoder: PreTrainedModel) -> bool:
-    """Whether a decoder's forward takes keywords it does not know, to hand them on."""
+def check_keywords(decoder: PreTrainedModel) -> None:
+    """Raises a TypeError where a decoder takes no keyword it does not know, to hand it on."""
     parameters = inspect.signature(type(decoder).forward).parameters.values()
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise TypeError(
+            f"{type(decoder).__name__} must hand keywords on to its layers, which it does not in "
+            f"transformers {__version__}. Upgrade transformers."
+        )
 
 
 def rope_parameters(model_config: PretrainedConfig) -> dict[str, Any]:

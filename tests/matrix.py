@@ -1,0 +1,58 @@
+"""Runs the suite on each transformers that is supported, in an environment of its own.
+
+    python tests/matrix.py                     all, and writes their table into docs/models.md
+    python tests/matrix.py 4.57.6 5.24.0       these, and writes nothing
+
+Needs nothing but the standard library: `make test` does the set-up of each.
+"""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- versions: begin -->\n", "<!-- versions: end -->\n"
+
+# The oldest, one of each shape of the cache and mask interfaces, and the newest.
+VERSIONS = ("4.57.6", "5.0.0", "5.8.1", "5.12.1", "5.20.2", "5.23.0", "5.24.0")
+
+
+def run(version: str) -> dict[str, int]:
+    """Counts of passed, failed and skipped tests; shows the suite's output as it comes."""
+    command = ["make", "test", f"TRANSFORMERS={version}", f"VENV=.venvs/{version}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    last = ""
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        last = line if re.search(r"\d+ (passed|failed|error)", line) else last
+    process.wait()
+    counts = {name: int(number) for number, name in re.findall(r"(\d+) ([a-z]+)", last)}
+    if process.returncode != 0:
+        counts["failed"] = counts.get("failed", 0) + counts.get("error", 0) or 1
+    return counts
+
+
+def table(results: dict[str, dict[str, int]]) -> str:
+    lines = ["| transformers | passed | failed | not there or refused |", "|---|---|---|---|"]
+    lines += [
+        f"| {version} | {counts.get('passed', 0)} | {counts.get('failed', 0)} "
+        f"| {counts.get('skipped', 0)} |"
+        for version, counts in results.items()
+    ]
+    return "\n".join(lines) + f"\n\n`make test-matrix`, {time.strftime('%Y-%m-%d')}.\n"
+
+
+def main(wanted: list[str]) -> int:
+    results = {version: run(version) for version in wanted or VERSIONS}
+    print(table(results))
+    if not wanted:
+        before, rest = DOCS.read_text().split(BEGIN)
+        DOCS.write_text(before + BEGIN + table(results) + END + rest.split(END)[1])
+    return int(any(counts.get("failed") for counts in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
