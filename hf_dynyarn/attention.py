@@ -69,6 +69,7 @@ class AttentionPlan:
         segments: cover the new tokens from left to right.
         cut: makes segments, for layers that keep the scale they were trained at or for others.
         unrotated: indices of the layers that rotate nothing.
+        interleaved: how the pairs of a head lie, see `rotate`.
         visible: `(B, P + T)` bool, False where a key is padding; None where none is.
         documents: `(B, P + T)` number of each key's document; None where `Segment.first` tells
             them apart.
@@ -86,6 +87,7 @@ class AttentionPlan:
     segments: list[Segment]
     cut: Callable[..., list[Segment]]
     unrotated: frozenset[int]
+    interleaved: bool
     visible: torch.Tensor | None
     documents: torch.Tensor | None
     packed: bool
@@ -303,6 +305,7 @@ def make_plan(
     backend: str,
     output_attentions: bool,
     unrotated: frozenset[int] = frozenset(),
+    interleaved: bool = False,
 ) -> AttentionPlan:
     """Resolves positions, padding, documents and scales of one forward call.
 
@@ -323,6 +326,7 @@ def make_plan(
         backend: transformers' name of the attention implementation.
         output_attentions: whether the weights are wanted.
         unrotated: indices of the layers that rotate nothing.
+        interleaved: how the pairs of a head lie, see `rotate`.
 
     Raises:
         TypeError: the mask or the positions are of another type.
@@ -374,6 +378,7 @@ def make_plan(
         segments=segments,
         cut=cut,
         unrotated=unrotated,
+        interleaved=interleaved,
         visible=None if all_visible else visible,
         documents=documents,
         packed=was_packed or starts is not None,
@@ -477,15 +482,16 @@ def _attend(
         keys, values = key[:, :, first:last], value[:, :, first:last]
         if rotates:
             own = tables(None, plan.past + segment.start, plan.past + segment.stop)
-            queries = rotate(queries, *own)
+            queries = rotate(queries, *own, plan.interleaved)
         if rotates and tiled and queries.shape[2] == 1:
             cos, sin = tables(None, first, last)
             yield first, _one_in_tiles(call, segment, queries, keys, values, cos, sin), None
             continue
         if rotates and differentiable:
-            keys = rotate(keys, *tables(None, first, last))
+            keys = rotate(keys, *tables(None, first, last), plan.interleaved)
         elif rotates:
-            keys = rotated.advance(key, first, last, segment.scales, tables)
+            scales = segment.scales
+            keys = rotated.advance(key, first, last, scales, tables, plan.interleaved)
         yield from backend(call, segment, first, queries, keys, values)
 
 
@@ -584,7 +590,8 @@ def _one_in_tiles(
         for start in range(0, count, ROTATED_AT_A_TIME):
             part = slice(start, start + ROTATED_AT_A_TIME)
             # Rounded like the keys of a rotated copy, for the same results.
-            keys = rotate(key[:, :, part], cos[:, part], sin[:, part]).to(key.dtype)
+            tables = (cos[:, part], sin[:, part])
+            keys = rotate(key[:, :, part], *tables, plan.interleaved).to(key.dtype)
             scores[..., part] = queries @ keys.to(precise).mT
         scores *= call.scaling
         if plan.needs_mask(1, count, call.window):

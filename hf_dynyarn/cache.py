@@ -64,7 +64,13 @@ class RotatedKeys:
             self._scales = [self._scales[row] for row in rows]
 
     def advance(
-        self, keys: torch.Tensor, first: int, last: int, scales: list[float], tables: Tables
+        self,
+        keys: torch.Tensor,
+        first: int,
+        last: int,
+        scales: list[float],
+        tables: Tables,
+        interleaved: bool = False,
     ) -> torch.Tensor:
         """Rotates what is not there yet.
 
@@ -74,6 +80,7 @@ class RotatedKeys:
             last: key after the last one.
             scales: of each row.
             tables: gives cos and sin at these scales.
+            interleaved: how the pairs of a head lie, see `rotate`.
 
         Returns:
             Keys `[first, last)`, rotated: `(B, Hkv, last - first, D)`, a view of a buffer.
@@ -90,18 +97,25 @@ class RotatedKeys:
             # What is half rotated when an interrupt comes must not be taken for whole.
             self.forget()
         if len(stale) == len(scales):
-            self._rotate(keys, None, first, last, tables)
+            self._rotate(keys, None, first, last, tables, interleaved)
         elif not stale:
-            self._rotate(keys, None, begin, last, tables)
+            self._rotate(keys, None, begin, last, tables, interleaved)
         else:
             for row in range(len(scales)):
-                self._rotate(keys, row, first if row in stale else begin, last, tables)
+                start = first if row in stale else begin
+                self._rotate(keys, row, start, last, tables, interleaved)
         self._first, self._last = (first, last) if stale else (kept, max(begin, last))
         self._scales = scales
         return self._buffer[:, :, first:last]
 
     def _rotate(
-        self, keys: torch.Tensor, row: int | None, first: int, last: int, tables: Tables
+        self,
+        keys: torch.Tensor,
+        row: int | None,
+        first: int,
+        last: int,
+        tables: Tables,
+        interleaved: bool,
     ) -> None:
         if first >= last:
             return
@@ -110,7 +124,7 @@ class RotatedKeys:
         for start in range(first, last, ROTATED_AT_A_TIME):
             stop = min(start + ROTATED_AT_A_TIME, last)
             part = slice(start - first, stop - first)
-            rotated = rotate(keys[rows, :, start:stop], cos[:, part], sin[:, part])
+            rotated = rotate(keys[rows, :, start:stop], cos[:, part], sin[:, part], interleaved)
             self._buffer[rows, :, start:stop] = rotated
 
 

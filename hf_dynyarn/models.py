@@ -1,7 +1,7 @@
 """The models that can be patched, and where in them the decoder and its attention layers are.
 
 A model is supported by this table alone: a model of another family may run with the same hooks and
-be silently wrong (interleaved pairs, norms behind the rotation, positions that enter elsewhere).
+be silently wrong (norms behind the rotation, rotations of its own, positions that enter elsewhere).
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ class Family:
     Attributes:
         prefix: of its classes: `<prefix>Model` is the decoder, `<prefix>Attention` its attention.
         rotates: whether an attention layer rotates its queries and keys.
+        interleaved: whether the pairs of a head lie side by side.
         drops_cache: whether its `generate()` throws a cache away on the way past the window.
         backends: the attention implementations that can serve it; empty for all that we know.
         finetuned: whether it was trained with the `factor` of its yarn parameters.
@@ -30,6 +31,7 @@ class Family:
 
     prefix: str
     rotates: Callable[[Any], bool] = _always
+    interleaved: bool = False
     drops_cache: bool = False
     backends: tuple[str, ...] = ()
     finetuned: bool = False
@@ -38,8 +40,12 @@ class Family:
 # By `model_type`.
 FAMILIES: dict[str, Family] = {
     "arcee": Family("Arcee"),
+    "cohere": Family("Cohere", interleaved=True),
+    "cohere2": Family("Cohere2", lambda layer: layer.sliding_window is not None, interleaved=True),
     "exaone4": Family("Exaone4", lambda layer: layer.sliding_window is None or layer.is_sliding),
     "gemma": Family("Gemma"),
+    "glm": Family("Glm", interleaved=True),
+    "glm4": Family("Glm4", interleaved=True),
     # Its attention sinks are a column of the logits that only its own eager attention has.
     "gpt_oss": Family("GptOss", backends=("eager",), finetuned=True),
     "granite": Family("Granite"),

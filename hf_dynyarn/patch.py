@@ -221,6 +221,7 @@ class _Patch:
             backend=_backend(decoder),
             output_attentions=_option(decoder, kwargs, "output_attentions"),
             unrotated=self.unrotated,
+            interleaved=family_of(decoder).interleaved,
         )
         if cache is not None:
             plan.cache = DynamicYaRNCache.adopt(cache)

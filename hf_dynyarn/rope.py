@@ -574,20 +574,28 @@ def rotary_tables(
     return (angles.cos() * gain).to(dtype), (angles.sin() * gain).to(dtype)
 
 
-def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(
+    states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+) -> torch.Tensor:
     """Rotates pair `(i, i + D/2)` of every head, the layout of transformers' Llama. Never in place.
 
     Args:
         states: `(B, H, T, head_dim)` queries or keys, of which the first `D` numbers are rotated.
         cos: `(B, T, D/2)`.
         sin: `(B, T, D/2)`.
+        interleaved: whether the pairs are `(2i, 2i + 1)`. The result has them as `(i, i + D/2)` all
+            the same: what counts is that queries and keys agree.
 
     Returns:
         `(B, H, T, head_dim)`, in the wider of the two dtypes.
     """
     half = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]  # (B, 1, T, D/2)
-    first, second, rest = states[..., :half], states[..., half : 2 * half], states[..., 2 * half :]
+    if interleaved:
+        first, second = states[..., : 2 * half : 2], states[..., 1 : 2 * half : 2]
+    else:
+        first, second = states[..., :half], states[..., half : 2 * half]
+    rest = states[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 

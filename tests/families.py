@@ -27,12 +27,16 @@ TRAINED_YARN = {
 # by the contract, "w" has a window within the trained one, "n" rotates nothing.
 CASES = {
     "arcee": ({}, "rrrr"),
+    "cohere": ({"use_qk_norm": True}, "rrrr"),
+    "cohere2": ({**SLIDING, "sliding_window_pattern": 2}, "wnwn"),
     "exaone4": ({**SLIDING, "sliding_window_pattern": 2}, "wnwn"),
     "exaone4-no window": (
         {"sliding_window": None, "layer_types": ["full_attention"] * 4},
         "rrrr",
     ),
     "gemma": ({}, "rrrr"),
+    "glm": (PARTIAL, "rrrr"),
+    "glm4": (PARTIAL, "rrrr"),
     "gpt_oss": ({**SLIDING, **MOE, "num_local_experts": 4, "rope_scaling": TRAINED_YARN}, "wrwr"),
     "granite": ({"attention_multiplier": 0.3, "residual_multiplier": 0.7}, "rrrr"),
     "llama": ({"attention_bias": True}, "rrrr"),
@@ -59,6 +63,8 @@ CASES = {
     "smollm3": ({"no_rope_layers": [1, 0, 1, 0]}, "rnrn"),
     "starcoder2": ({"sliding_window": None}, "rrrr"),
 }
+
+INTERLEAVED = ("cohere", "cohere2", "glm", "glm4")
 
 BACKENDS = {"gpt_oss": ["eager"]}  # of others: sdpa and eager
 

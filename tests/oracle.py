@@ -131,7 +131,7 @@ def llama_logits(
     return norm(hidden, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
 
 
-def stepwise_logits(model, tokens, turn):
+def stepwise_logits(model, tokens, turn, interleaved=False):
     """Logits (T, vocabulary) of one row, by the stock model, one token and one fresh cache a time.
 
     Args:
@@ -139,6 +139,7 @@ def stepwise_logits(model, tokens, turn):
         tokens: (T,) integers.
         turn: gives a layer's frequencies (D/2,) and gain for the query at a position, or None
             where the layer rotates nothing.
+        interleaved: whether the pairs of a head are `(2i, 2i + 1)`.
     """
     decoder = model.get_decoder()
     count = decoder.config.num_hidden_layers
@@ -149,6 +150,8 @@ def stepwise_logits(model, tokens, turn):
         freq, gain = turn(layer.layer_idx, now[0]) or (np.zeros(1), 1.0)
         width = kwargs["position_embeddings"][0].shape[-1]  # one number per pair, or two
         angles = torch.tensor(np.tile(freq, max(width // len(freq), 1)) * now[0])[None, None]
+        if model.config.model_type.startswith("cohere"):  # which has each number twice in a row
+            angles = torch.tensor(np.repeat(freq, 2) * now[0])[None, None]
         return args, {**kwargs, "position_embeddings": (angles.cos() * gain, angles.sin() * gain)}
 
     hooks = [
@@ -160,7 +163,7 @@ def stepwise_logits(model, tokens, turn):
         cache = DynamicCache()
         turns = [turn(index, position) for index in range(count)]
         for index in range(count if position else 0):
-            cache.update(turned(keys[index], turns[index]), values[index], index)
+            cache.update(turned(keys[index], turns[index], interleaved), values[index], index)
         with torch.no_grad():
             output = model(
                 torch.tensor([[int(token)]]),
@@ -169,7 +172,7 @@ def stepwise_logits(model, tokens, turn):
             )
         logits.append(output.logits[0, -1])
         for index, layer in enumerate(cache.layers):
-            new = turned(layer.keys[:, :, -1:], turns[index], back_from=position)
+            new = turned(layer.keys[:, :, -1:], turns[index], interleaved, back_from=position)
             keys[index] = new if position == 0 else torch.cat((keys[index], new), dim=2)
             values[index] = layer.values
     for hook in hooks:
@@ -177,7 +180,7 @@ def stepwise_logits(model, tokens, turn):
     return torch.stack(logits)
 
 
-def turned(keys, turn, back_from=None):
+def turned(keys, turn, interleaved, back_from=None):
     """Keys (1, H, L, D) of positions 0 .. L-1, rotated; or one key, rotated back from its own."""
     if turn is None:
         return keys
@@ -186,5 +189,10 @@ def turned(keys, turn, back_from=None):
     gain = gain if back_from is None else 1 / gain
     factor = torch.tensor(gain * np.exp(1j * positions[:, None] * freq))
     half = len(freq)
-    pairs = torch.complex(keys[..., :half], keys[..., half : 2 * half]) * factor
-    return torch.cat((pairs.real, pairs.imag, keys[..., 2 * half :]), dim=-1)
+    first, second = slice(0, half), slice(half, 2 * half)
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    pairs = torch.complex(keys[..., first], keys[..., second]) * factor
+    result = keys.clone()
+    result[..., first], result[..., second] = pairs.real, pairs.imag
+    return result

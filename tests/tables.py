@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from conftest import WINDOW, logits_of, random_ids
-from families import CASES, STEP, tiny, turn_of
+from families import CASES, INTERLEAVED, STEP, tiny, turn_of
 from oracle import stepwise_logits
 from transformers import __version__
 
@@ -29,7 +29,7 @@ def row(case: str) -> str:
     model, short, long = tiny(case), random_ids(WINDOW), random_ids(50)
     stock = logits_of(model, short)
     exact = tiny(case).double()
-    oracle = stepwise_logits(exact, long[0], turn_of(case, exact))
+    oracle = stepwise_logits(exact, long[0], turn_of(case, exact), case in INTERLEAVED)
     patch_llama(exact, rescale_every=STEP)
     patch_llama(model, rescale_every=STEP)
     cache = DynamicYaRNCache()

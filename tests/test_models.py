@@ -14,7 +14,7 @@ from conftest import (
     logits_of,
     random_ids,
 )
-from families import BACKENDS, CASES, STEP, tiny, turn_of
+from families import BACKENDS, CASES, INTERLEAVED, STEP, tiny, turn_of
 from oracle import stepwise_logits
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
@@ -55,7 +55,7 @@ def test_is_stock_up_to_the_window(case, backend):
 def test_is_the_oracle_past_the_window(case, backend):
     model = tiny(case, backend).double()
     ids = random_ids(LENGTH)
-    expected = stepwise_logits(model, ids[0], turn_of(case, model))
+    expected = stepwise_logits(model, ids[0], turn_of(case, model), case in INTERLEAVED)
     patch_llama(model, rescale_every=STEP)
     assert_close(logits_of(model, ids)[0], expected, 1e-5)
 

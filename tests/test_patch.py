@@ -481,10 +481,9 @@ class TestRefusedModels:
     @pytest.mark.parametrize(
         ("model_type", "why"),
         [
-            ("cohere", "interleaved pairs"),
             ("deepseek_v3", "half of a key is rotated, for all heads at once"),
             ("gemma3_text", "two rotary embeddings"),
-            ("glm4", "interleaved pairs"),
+            ("ernie4_5", "rotates by tables of another shape"),
             ("hunyuan_v1_dense", "keys are normed behind the rotation"),
             ("stablelm", "keywords do not reach the attention"),
         ],
