@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import os
+import pathlib
 import pickle
 import struct
 from dataclasses import replace
@@ -244,6 +245,25 @@ class TestContinued:
         cache = DynamicYaRNCache.load(path)
         expected = logits_of(first, TEXT, use_cache=False)[:, 40:]
         assert_close(logits_of(second, TEXT[:, 40:], cache), expected)
+
+    def test_the_example_of_the_docs(self, model, tmp_path, monkeypatch):
+        docs = pathlib.Path(__file__).parent.parent / "docs" / "how_it_works.md"
+        if not docs.exists():
+            pytest.skip("the docs are not here")
+        section = docs.read_text().split("## Saving a cache")[1]
+        example = section.split("```python")[1].split("```")[0]
+        monkeypatch.chdir(tmp_path)
+        patch_llama(model)
+        names = {
+            "DynamicYaRNCache": DynamicYaRNCache,
+            "model": model,
+            "prefix_ids": TEXT[:, :20],
+            "inputs": {"input_ids": TEXT[:, :50], "attention_mask": torch.ones_like(TEXT[:, :50])},
+        }
+        with torch.no_grad():
+            exec(example.replace("past_key_values", CACHE), names)
+        assert os.listdir() == ["prefix.safetensors"]
+        assert names["cache"].get_seq_length() > 50
 
 
 class TestWhatIsWritten:
