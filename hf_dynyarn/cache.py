@@ -12,8 +12,11 @@ A forward call is a transaction. `begin` announces it, each layer's `update` app
 values, and `commit` records the positions once the decoder is through. A call that fails half-way
 leaves layers of unequal length; the cache goes by its positions, and drops whatever lies beyond
 them before it is next touched.
+
+What a cache looks like in a file or a dict is in `storage.py`.
 """
 
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +25,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from . import storage
 from .rope import Schedule, rotate
 from .versions import cropped_length
 
@@ -62,6 +66,10 @@ class RotatedKeys:
         if self._scales:
             self._buffer = self._buffer[torch.tensor(rows, device=self._buffer.device)]
             self._scales = [self._scales[row] for row in rows]
+
+    def to(self, device: torch.device | str | int) -> None:
+        """Moves the keys that are there."""
+        self._buffer = self._buffer.to(device)
 
     def advance(
         self,
@@ -200,6 +208,13 @@ class DynamicYaRNLayer(DynamicLayer):
         if self.rotated is not None:
             self.rotated.select(rows)
 
+    def to(self, device: torch.device | str | int) -> None:
+        """Moves the keys, rotated and not, and the values."""
+        if self.is_initialized:
+            self._keys, self._values = self._keys.to(device), self._values.to(device)
+        if self.rotated is not None:
+            self.rotated.to(device)
+
     def get_seq_length(self) -> int:
         return self._length
 
@@ -220,13 +235,14 @@ class DynamicYaRNCache(Cache):
         rotated_copy: whether each layer keeps a rotated copy of its keys. With it the cache takes
             1.5 times the memory of a `DynamicCache` and a step rotates one key; without it, 1.0
             times, and each step rotates all keys anew. The results are the same.
+        offloading: an option of transformers' caches that this one does not have: False.
 
     Attributes:
         schedule: the schedule that filled the cache; None while empty.
         packed: whether a row holds several documents, told apart by positions that restart.
 
     Raises:
-        TypeError: `rotated_copy` is not a bool.
+        TypeError: `rotated_copy` is not a bool, or `offloading` is asked for.
     """
 
     schedule: Schedule | None
@@ -235,9 +251,15 @@ class DynamicYaRNCache(Cache):
     _length: int
     _forward: "weakref.ref[Any] | None"
 
-    def __init__(self, rotated_copy: bool = True) -> None:
+    def __init__(self, rotated_copy: bool = True, offloading: bool = False) -> None:
         if not isinstance(rotated_copy, bool):
             raise TypeError(f"rotated_copy must be a bool, got {rotated_copy!r}.")
+        if offloading:
+            raise TypeError(
+                f"offloading must be False, got {offloading!r}: layers of a DynamicYaRNCache stay "
+                'on the device of the model while it runs. Between calls, cache.to("cpu") moves '
+                "all of it."
+            )
         super().__init__(layers=[])
         self.rotated_copy = rotated_copy
         self._clear()
@@ -290,8 +312,17 @@ class DynamicYaRNCache(Cache):
         newest = last_positions(self.positions)
         return self.schedule.scale(newest[:, None].cpu())[:, 0].tolist()
 
-    def check_fits(self, schedule: Schedule, batch: int, layers: int) -> None:
-        """Checks that a model with this schedule and number of layers can continue the cache.
+    def check_fits(
+        self, schedule: Schedule, batch: int, layers: int, heads: int | None, head_dim: int
+    ) -> None:
+        """Checks that a model can continue the cache.
+
+        Args:
+            schedule: of the model.
+            batch: of the call.
+            layers: of the model.
+            heads: of the keys in each layer; None where it is not known.
+            head_dim: of each head.
 
         Raises:
             ValueError: it cannot.
@@ -314,6 +345,13 @@ class DynamicYaRNCache(Cache):
                 f"a cache must be continued by the model that filled it, with {len(self.layers)} "
                 f"layers, got {layers}. Start a new DynamicYaRNCache."
             )
+        for held in (layer.keys.shape for layer in self.layers if layer.is_initialized):
+            if held[1] != (heads or held[1]) or held[3] != head_dim:
+                raise ValueError(
+                    f"a cache must be continued by the model that filled it, with {held[1]} heads "
+                    f"of {held[3]} dimensions in its keys, got {heads or held[1]} of {head_dim}. "
+                    "Start a new DynamicYaRNCache."
+                )
 
     def begin(self, forward: Any) -> None:
         """Opens the cache to the layers of one forward call, for as long as `forward` lives.
@@ -340,7 +378,9 @@ class DynamicYaRNCache(Cache):
         if self._positions is None:
             self._positions = positions.new_empty((positions.shape[0], 0))
         begin, end = self._length, self._length + positions.shape[1]
-        self._positions = with_room(self._positions, begin, end, dim=1)
+        # Where the newest are: the cache may have been on another device.
+        held = self._positions.to(positions.device)
+        self._positions = with_room(held, begin, end, dim=1)
         self._positions[:, begin:end] = positions
         self._length, self.schedule, self.packed = end, schedule, packed
         self._forward = None
@@ -380,6 +420,9 @@ class DynamicYaRNCache(Cache):
                 f"{_kind(layer.keys)}, got {_kind(key_states)}. Start a new DynamicYaRNCache, or "
                 "call the model as it was called before."
             )
+        if layer.is_initialized and layer.keys.device != key_states.device:
+            # Loaded, or moved by `to`, while the layers of a model may be on several devices.
+            layer.to(key_states.device)
         keys: torch.Tensor
         keys, values = layer.update(key_states, value_states)
         return keys, values
@@ -429,6 +472,114 @@ class DynamicYaRNCache(Cache):
         self.layers.clear()
         self._clear()
 
+    def to(self, device: torch.device | str | int) -> "DynamicYaRNCache":
+        """Moves the cache, in place: keys, values, the rotated copy and positions.
+
+        A model on another device takes each layer back to its own when it continues the cache.
+
+        Args:
+            device: where to.
+
+        Returns:
+            The cache itself.
+        """
+        if self._forward is not None and self._forward() is not None:
+            # A hook of accelerate that moves whatever has a `to` to the device of each layer.
+            return self
+        if self._positions is not None:
+            self._positions = self._positions.to(device)
+        for layer in self.layers:
+            layer.to(device)
+        return self
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the cache into a safetensors file, with the options that filled it.
+
+        The file has no spare room and no rotated copy. An older file of that name stays as it is
+        until the new one is whole. What an unfinished forward call has appended is left out.
+
+        Args:
+            path: of the file.
+
+        Raises:
+            OSError: the file could not be written.
+        """
+        storage.write(path, self.state_dict())
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device: torch.device | str | int | None = None,
+    ) -> "DynamicYaRNCache":
+        """Makes a cache of a file that `save` wrote.
+
+        It can be continued by the model that filled it, patched with the same options. That the
+        weights are the same is not checked.
+
+        Args:
+            path: of the file.
+            device: where to put the cache. Default: the CPU, from where it follows the model.
+
+        Raises:
+            OSError: there is no such file, or it cannot be read.
+            ValueError: the file is damaged, of something else, or of a newer hf_dynyarn.
+        """
+        return cls.from_state_dict(storage.read(path), device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cache as plain values, which `torch.load(weights_only=True)` takes.
+
+        Returns:
+            Copies on the CPU: `"positions"` `(B, T)`, `"layers.<i>.keys"` and
+            `"layers.<i>.values"` `(B, Hkv, T, D)`; and `"hf_dynyarn"`, a dict of the options. What
+            an unfinished forward call has appended is left out.
+        """
+        self._check_lengths()
+        length = self._length
+        return storage.to_plain(
+            storage.Contents(
+                schedule=self.schedule if length else None,
+                packed=self.packed,
+                rotated_copy=self.rotated_copy,
+                positions=self.positions if length else None,
+                layers=[
+                    (layer.keys[:, :, :length], layer.values[:, :, :length])
+                    for layer in self.layers
+                    if length
+                ],
+            )
+        )
+
+    @classmethod
+    def from_state_dict(
+        cls, state: dict[str, Any], device: torch.device | str | int | None = None
+    ) -> "DynamicYaRNCache":
+        """Makes a cache of what `state_dict` returned. It shares no memory with it.
+
+        Args:
+            state: the plain form.
+            device: where to put the cache. Default: where the tensors are.
+
+        Raises:
+            TypeError: `state` is not a dict.
+            ValueError: it is not the plain form of a cache, or that of a newer hf_dynyarn.
+        """
+        contents = storage.from_plain(state)
+        cache = cls(rotated_copy=contents.rotated_copy)
+        if contents.positions is None:
+            return cache
+        cache.schedule, cache.packed = contents.schedule, contents.packed
+        cache._positions = contents.positions.to(device, copy=True)
+        cache._length = contents.positions.shape[1]
+        for keys, values in contents.layers:
+            layer = DynamicYaRNLayer(cache.rotated_copy)
+            layer.keys = keys.to(device, copy=True)
+            layer.values = values.to(device, copy=True)
+            layer.is_initialized = True
+            cache.layers.append(layer)
+        return cache
+
     def __getstate__(self) -> dict[str, Any]:
         self._drop_uncommitted()
         positions = None if self.positions is None else self.positions.clone()
@@ -452,6 +603,12 @@ class DynamicYaRNCache(Cache):
         self._forward = None
         if self._length == 0:
             self.layers.clear()
+        self._check_lengths()
+        for layer in self.layers:
+            layer.shorten(self._length)
+
+    def _check_lengths(self) -> None:
+        """Raises a ValueError where a layer has fewer tokens than the cache."""
         for index, layer in enumerate(self.layers):
             if layer.get_seq_length() < self._length:
                 raise ValueError(
@@ -459,7 +616,6 @@ class DynamicYaRNCache(Cache):
                     f"itself, got {layer.get_seq_length()}. Cut tokens off with cache.crop(), "
                     "which crops the positions too."
                 )
-            layer.shorten(self._length)
 
 
 def last_positions(positions: torch.Tensor) -> torch.Tensor:

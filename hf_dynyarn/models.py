@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 
 def _always(layer: Any) -> bool:
@@ -111,6 +112,21 @@ def unrotated_layers(decoder: PreTrainedModel) -> frozenset[int]:
     rotates = family_of(decoder).rotates
     layers = attention_layers(decoder)
     return frozenset(layer.layer_idx for layer in layers if not rotates(layer))
+
+
+def head_dim(model_config: PretrainedConfig) -> int:
+    """Dimensions of an attention head."""
+    named: int | None = getattr(model_config, "head_dim", None)
+    return named or model_config.hidden_size // model_config.num_attention_heads
+
+
+def key_heads(model_config: PretrainedConfig) -> tuple[int | None, int]:
+    """Number of heads in the keys that a layer caches, and their dimensions.
+
+    The number is None among several processes, which may have split the heads between them.
+    """
+    split = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return None if split else model_config.num_key_value_heads, head_dim(model_config)
 
 
 def family_of(decoder: PreTrainedModel) -> Family:

@@ -38,7 +38,9 @@ from .models import (
     cache_droppers,
     family_of,
     find_decoder,
+    head_dim,
     is_decoder,
+    key_heads,
     unrotated_layers,
 )
 from .rope import DYNAMIC_YARN, DynamicYaRNConfig, Schedule, make_schedule
@@ -252,7 +254,8 @@ class _Patch:
         given = [kwargs.pop(name) for name in CACHE_KEYWORDS if name in kwargs]
         cache: Any = next((cache for cache in given if cache is not None), None)
         if isinstance(cache, DynamicYaRNCache):
-            cache.check_fits(self.schedule, batch, decoder.config.num_hidden_layers)
+            layers = decoder.config.num_hidden_layers
+            cache.check_fits(self.schedule, batch, layers, *key_heads(decoder.config))
         elif cache is not None:
             DynamicYaRNCache.check_adoptable(cache)
         # Under checkpointing the layers drop the cache, which the backward pass would fill again.
@@ -278,13 +281,13 @@ def resolve_schedule(model_config: PretrainedConfig, config: DynamicYaRNConfig) 
         TypeError: the model's config asks for an option that there is not.
         ValueError: the model's rope type is not supported, or an option contradicts the model.
     """
-    heads, rope = model_config.num_attention_heads, rope_parameters(model_config)
+    rope = rope_parameters(model_config)
     family = FAMILIES.get(model_config.model_type)
     if family is not None and family.finetuned and rope["rope_type"] == "yarn":
         rope.setdefault("finetuned", True)
     return make_schedule(
         rope,
-        getattr(model_config, "head_dim", None) or model_config.hidden_size // heads,
+        head_dim(model_config),
         model_config.max_position_embeddings,
         config,
     )
