@@ -706,7 +706,7 @@ class TestAFailedCallLeavesTheCacheAsItWas:
         if cache.get_seq_length():
             other = tiny_llama(num_key_value_heads=4)
             patch_llama(other, rescale_every=7)
-            with pytest.raises(ValueError, match="with 2 heads of 16 .*got 4 of 16"):
+            with pytest.raises(ValueError, match=r"with 2 heads of 16 .*got 4 of 16"):
                 logits_of(other, LONG[:, :3], cache)
 
     @pytest.mark.parametrize(
