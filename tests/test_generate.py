@@ -119,9 +119,9 @@ def stale_logits(model, ids):
     """Token by token, each key rotated once and for all at the scale of its own time."""
     advance = RotatedKeys.advance
 
-    def never_again(self, keys, first, last, scales, tables):
+    def never_again(self, keys, first, last, scales, *how):
         self._scales = scales if self._last else []
-        return advance(self, keys, first, last, scales, tables)
+        return advance(self, keys, first, last, scales, *how)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(RotatedKeys, "advance", never_again)
