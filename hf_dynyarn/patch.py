@@ -35,6 +35,7 @@ from .cache import DynamicYaRNCache
 from .models import (
     attention_layers,
     cache_droppers,
+    check_rotary,
     family_of,
     find_decoder,
     is_decoder,
@@ -79,7 +80,8 @@ def patch_llama(
         A handle whose `remove()` gives back the stock model; also a context manager.
 
     Raises:
-        TypeError: not a model of a supported family, an unknown option, or one of the wrong type.
+        TypeError: not a model of a supported family, or one whose rotary function was replaced; an
+            unknown option, or one of the wrong type.
         ValueError: an option, a rope type or an attention implementation that is not supported.
     """
     config = DynamicYaRNConfig.from_options(config, options)
@@ -208,6 +210,7 @@ class _Patch:
         if len(given) != 1:
             return (), kwargs  # the decoder's own error says it best
         _check_causal(decoder.config, kwargs)
+        check_rotary(decoder)
         batch = given[0].shape[0]
         cache = self._cache(decoder, kwargs, batch)
         plan = make_plan(
@@ -356,6 +359,7 @@ def _check_and_patch(
             "patch_llama(model)."
         )
     _check_causal(decoder.config, {})
+    check_rotary(decoder)
     schedule = resolve_schedule(decoder.config, config)
     _backend(decoder.config)
     replaced = _patch_of(decoder)
