@@ -176,6 +176,10 @@ class _Patch:
     """The hooks of one patched decoder, and what it takes to undo them.
 
     A deep copy of the model gets a deep copy of this.
+
+    `torch.compile` leaves both hooks alone, as it does the cache's `update` and
+    `dynamic_yarn_attention`, and compiles what lies between: these depend on lengths and scales,
+    for each of which it would compile them anew.
     """
 
     def __init__(
@@ -197,6 +201,7 @@ class _Patch:
             decoder.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True),
         )
 
+    @torch.compiler.disable
     def before_forward(
         self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -235,6 +240,7 @@ class _Patch:
         kwargs[PLAN_KEYWORD] = plan
         return (), kwargs
 
+    @torch.compiler.disable
     def after_forward(
         self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
