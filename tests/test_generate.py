@@ -11,7 +11,6 @@ import torch
 from conftest import (
     CACHE,
     ROUNDING,
-    VOCABULARY,
     WINDOW,
     assert_close,
     generate,
@@ -20,7 +19,7 @@ from conftest import (
     random_ids,
     tiny_llama,
 )
-from transformers import DynamicCache, PreTrainedTokenizerFast, TextStreamer, pipeline
+from transformers import DynamicCache, TextStreamer, pipeline
 
 from hf_dynyarn import DynamicYaRNCache, patch_llama
 from hf_dynyarn.cache import RotatedKeys
@@ -705,17 +704,6 @@ class TestSeveralAtOnce:
             thread.join()
         for index in range(2):
             assert all(torch.equal(tokens, expected[index]) for tokens in found[index])
-
-
-@pytest.fixture
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(
-        models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w1")
-    )
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left")
 
 
 class TestTools:
