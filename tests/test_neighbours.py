@@ -185,6 +185,7 @@ class TestCompile:
         assert_close(torch.cat(logits, 1), expected)
         assert cache.get_seq_length() == 70
         assert graphs[0] > 0, "nothing was compiled"
+        assert graphs[-1] <= 20, "cut into too many graphs"
         assert graphs[2] == graphs[1], "compiled again for another length"
         assert graphs[-1] == graphs[3], "compiled again after the first step of decoding"
         assert torch.equal(generate(model, LONG), tokens)
