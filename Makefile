@@ -15,13 +15,17 @@ FLASH := flash-attn==2.8.3.post2
 FLASH_BUILD := wheel setuptools ninja packaging psutil einops triton==3.4.0
 FLASH_ENV := FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE
 
-.PHONY: demo test test-matrix tables lint bench bench-quick figures clean
+.PHONY: demo test test-neighbours test-matrix tables lint bench bench-quick figures clean
 
 demo: $(VENV)/.examples  ## make demo [MODEL=hub-id-or-folder] [COMPARE=1]
 	@$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(filter-out 0,$(COMPARE)),--compare)
 
 test: $(VENV)/.test  ## make test [ARGS="-k packed"] [TRANSFORMERS=5.0.0 VENV=.venvs/5.0.0]
 	$(BIN)/python -m pytest $(ARGS)
+
+test-neighbours: $(VENV)/.test  ## with lm-eval and Liger too, which bring 1.2 GB along
+	$(BIN)/pip install --quiet --editable '.[neighbours]'
+	$(BIN)/python -m pytest tests/test_neighbours.py $(ARGS)
 
 test-matrix:  ## the suite on each transformers, and docs/models.md of it: about 50 minutes
 	$(PYTHON) tests/matrix.py $(ARGS)

@@ -403,6 +403,7 @@ class _Call:
     window: int | None  # how many keys a query sees; None for all
 
 
+@torch.compiler.disable
 def dynamic_yarn_attention(
     module: nn.Module,
     query: torch.Tensor,

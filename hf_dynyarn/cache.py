@@ -385,6 +385,7 @@ class DynamicYaRNCache(Cache):
         self._length, self.schedule, self.packed = end, schedule, packed
         self._forward = None
 
+    @torch.compiler.disable
     def update(
         self,
         key_states: torch.Tensor,

@@ -4,6 +4,7 @@ A model is supported by this table alone: a model of another family may run with
 be silently wrong (norms behind the rotation, rotations of its own, positions that enter elsewhere).
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -132,6 +133,25 @@ def key_heads(model_config: PretrainedConfig) -> tuple[int | None, int]:
 def family_of(decoder: PreTrainedModel) -> Family:
     """The family of a decoder."""
     return FAMILIES[decoder.config.model_type]
+
+
+def check_rotary(decoder: PreTrainedModel) -> None:
+    """Checks that a decoder's layers call the rotary function of their family.
+
+    That one rotates nothing by cos = 1 and sin = 0 of shape `(1, 1, 1)`. Another, such as Liger's,
+    may read them as tables of full length, and work in place.
+
+    Raises:
+        TypeError: the function was replaced.
+    """
+    module = sys.modules[_module(decoder.config.model_type)]
+    rotary = module.apply_rotary_pos_emb
+    if rotary.__module__ != module.__name__:
+        raise TypeError(
+            f"apply_rotary_pos_emb of {module.__name__} must be its own function, for a patched "
+            f"model rotates elsewhere, got that of {rotary.__module__}. Leave it as it is (Liger: "
+            "pass rope=False), or leave the model unpatched."
+        )
 
 
 def cache_droppers(model: nn.Module) -> list[Any]:

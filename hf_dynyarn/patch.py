@@ -36,6 +36,7 @@ from .models import (
     FAMILIES,
     attention_layers,
     cache_droppers,
+    check_rotary,
     family_of,
     find_decoder,
     head_dim,
@@ -83,7 +84,8 @@ def patch_llama(
         A handle whose `remove()` gives back the stock model; also a context manager.
 
     Raises:
-        TypeError: not a model of a supported family, an unknown option, or one of the wrong type.
+        TypeError: not a model of a supported family, or one whose rotary function was replaced; an
+            unknown option, or one of the wrong type.
         ValueError: an option, a rope type or an attention implementation that is not supported.
     """
     config = DynamicYaRNConfig.from_options(config, options)
@@ -178,6 +180,10 @@ class _Patch:
     """The hooks of one patched decoder, and what it takes to undo them.
 
     A deep copy of the model gets a deep copy of this.
+
+    `torch.compile` leaves both hooks alone, as it does the cache's `update` and
+    `dynamic_yarn_attention`, and compiles what lies between: these depend on lengths and scales,
+    for each of which it would compile them anew.
     """
 
     def __init__(
@@ -199,6 +205,7 @@ class _Patch:
             decoder.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True),
         )
 
+    @torch.compiler.disable
     def before_forward(
         self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -212,6 +219,7 @@ class _Patch:
         if len(given) != 1:
             return (), kwargs  # the decoder's own error says it best
         _check_causal(decoder.config, kwargs)
+        check_rotary(decoder)
         batch = given[0].shape[0]
         cache = self._cache(decoder, kwargs, batch)
         plan = make_plan(
@@ -237,6 +245,7 @@ class _Patch:
         kwargs[PLAN_KEYWORD] = plan
         return (), kwargs
 
+    @torch.compiler.disable
     def after_forward(
         self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
@@ -372,6 +381,7 @@ def _check_and_patch(
         )
     check_keywords(decoder)
     _check_causal(decoder.config, {})
+    check_rotary(decoder)
     schedule = resolve_schedule(decoder.config, config)
     _backend(decoder)
     replaced = _patch_of(decoder)

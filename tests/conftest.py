@@ -11,7 +11,8 @@ os.environ["FLASH_ATTENTION_TRITON_AMD_REF"] = "1"
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_dynyarn import unpatch_llama
 
@@ -105,6 +106,15 @@ def assert_close(actual, expected, tolerance=ROUNDING):
 @pytest.fixture
 def model():
     return tiny_llama()
+
+
+@pytest.fixture
+def tokenizer():
+    words = Tokenizer(
+        models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w1")
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left")
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ import torch
 from conftest import (
     CACHE,
     ROUNDING,
-    VOCABULARY,
     WINDOW,
     assert_close,
     generate,
@@ -20,7 +19,7 @@ from conftest import (
     random_ids,
     tiny_llama,
 )
-from transformers import DynamicCache, PreTrainedTokenizerFast, TextStreamer, pipeline
+from transformers import DynamicCache, TextStreamer
 
 from hf_dynyarn import DynamicYaRNCache, patch_llama
 from hf_dynyarn.cache import RotatedKeys
@@ -707,35 +706,12 @@ class TestSeveralAtOnce:
             assert all(torch.equal(tokens, expected[index]) for tokens in found[index])
 
 
-@pytest.fixture
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = Tokenizer(
-        models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w1")
-    )
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left")
-
-
 class TestTools:
     def test_text_streamer(self, model, tokenizer, capsys):
         patch_llama(model)
         prompt = random_ids(25)
         tokens = generate(model, prompt, streamer=TextStreamer(tokenizer, skip_prompt=True))
         assert capsys.readouterr().out.split() == tokenizer.decode(tokens[0]).split()
-
-    def test_pipeline(self, model, tokenizer):
-        patch_llama(model)
-        texts = [tokenizer.decode(random_ids(length, seed=length)[0]) for length in (10, 45)]
-        write = pipeline("text-generation", model=model, tokenizer=tokenizer, batch_size=2)
-        options = {"max_new_tokens": 30, "do_sample": False, "return_full_text": False}
-        for text, written in zip(texts, write(texts, **options), strict=True):
-            ids = tokenizer(text, return_tensors="pt").input_ids
-            assert (
-                written[0]["generated_text"].split()
-                == tokenizer.decode(generate(model, ids, new_tokens=30)[0]).split()
-            )
 
     def test_attentions(self):
         """Eager attention returns the weights, over all keys and with rows that add up to one."""
