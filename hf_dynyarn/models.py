@@ -146,12 +146,24 @@ def check_rotary(decoder: PreTrainedModel) -> None:
     """
     module = sys.modules[_module(decoder.config.model_type)]
     rotary = module.apply_rotary_pos_emb
+    if _is_wrapped_for_kernels(rotary):
+        if "forward" not in vars(rotary):
+            return
+        rotary = rotary.forward
     if rotary.__module__ != module.__name__:
         raise TypeError(
             f"apply_rotary_pos_emb of {module.__name__} must be its own function, for a patched "
             f"model rotates elsewhere, got that of {rotary.__module__}. Leave it as it is (Liger: "
-            "pass rope=False), or leave the model unpatched."
+            "pass rope=False; kernels: load without use_kernels), or leave the model unpatched."
         )
+
+
+def _is_wrapped_for_kernels(rotary: Any) -> bool:
+    """Whether a function is in the module that the package `kernels`, where installed, makes of it.
+
+    A model loaded with `use_kernels=True` replaces the `forward` of that module.
+    """
+    return isinstance(rotary, nn.Module) and type(rotary).__module__.startswith("kernels.")
 
 
 def cache_droppers(model: nn.Module) -> list[Any]:

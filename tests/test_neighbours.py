@@ -24,6 +24,7 @@ from conftest import (
     random_ids,
     tiny_llama,
 )
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import Trainer, TrainerCallback, TrainingArguments, pipeline
 from transformers.models.llama import modeling_llama
@@ -256,6 +257,30 @@ class TestTorchao:
 
 
 REFUSED_ROTARY = r"apply_rotary_pos_emb of transformers\.models\.llama.*got that of .*rope=False"
+
+
+class TestKernels:
+    """Where it is installed, transformers has each rotary function in a module of its making."""
+
+    @pytest.fixture
+    def wrapped(self, monkeypatch):
+        stock = modeling_llama.apply_rotary_pos_emb
+
+        def forward(self, *args, **kwargs):
+            return stock(*args, **kwargs)
+
+        func = type("Func", (nn.Module,), {"forward": forward, "__module__": "kernels.layer.layer"})
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", func())
+        return modeling_llama.apply_rotary_pos_emb
+
+    def test_models_are_served(self, model, wrapped):
+        stock = logits_of(model, LONG[:, :WINDOW])
+        assert torch.equal(logits_of(patched(model), LONG[:, :WINDOW]), stock)
+
+    def test_a_rotary_from_the_hub_is_refused(self, model, wrapped):
+        wrapped.forward = lambda *args, **kwargs: args[:2]
+        with pytest.raises(TypeError, match=r"must be its own function.*use_kernels"):
+            patch_llama(model)
 
 
 class TestLiger:
