@@ -54,8 +54,8 @@ def decode(quick: bool) -> None:
             "ours": patched(stock),
         }
         for tokens in lengths:
-            # Ten steps before a bucket ends, so that the mean holds one change in `samples` steps:
-            # more than the one in 256 that a user sees.
+            # Ten steps before a bucket ends, so that the mean holds one change in 64 steps: more than
+            # the one in 256 that a user sees.
             begin = tokens - 10
             caches = {
                 "static yarn": stock_cache(stock, begin),
@@ -67,7 +67,7 @@ def decode(quick: bool) -> None:
                 name: step(models.get(name, models["ours"]), cache)
                 for name, cache in caches.items()
             }
-            save_decode("SmolLM2-135M", stock, tokens, dtype, alternate(runs, 12 if quick else 32))
+            save_decode("SmolLM2-135M", stock, tokens, dtype, alternate(runs, 12 if quick else 64))
             del caches, runs
         for tokens in (2048, 4096, 8192) if not quick and dtype == torch.float32 else ():
             run = partial(read, models["ours"], torch.full((1, tokens), 5), use_cache=False)
