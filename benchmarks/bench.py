@@ -54,8 +54,8 @@ def decode(quick: bool) -> None:
             "ours": patched(stock),
         }
         for tokens in lengths:
-            # Ten steps before a bucket ends, so that the mean holds one change in 64 steps: more than
-            # the one in 256 that a user sees.
+            # Ten steps before a bucket ends, so that the mean holds one change in 64 steps: a user
+            # sees one in 256.
             begin = tokens - 10
             caches = {
                 "static yarn": stock_cache(stock, begin),

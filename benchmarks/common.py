@@ -262,6 +262,15 @@ def save(bench: str, rows: list[dict], **columns) -> None:
             )
 
 
+def saved(bench: str) -> list[dict[str, str]]:
+    """The rows of `results/<bench>.csv`, none where there is no such file."""
+    path = RESULTS / f"{bench}.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def device_name() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()

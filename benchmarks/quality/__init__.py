@@ -1,0 +1,1 @@
+"""What the model makes of text past its window: `make quality`."""

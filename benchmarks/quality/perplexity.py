@@ -1,0 +1,66 @@
+"""Perplexity by position, and what the width of a stair does to it.
+
+A row is one text under one rival in one bin of positions: its `mean` is the mean loss of the
+tokens in it, in nats, `tokens` the end of the bin.
+"""
+
+import torch
+from common import row, save, saved, smollm2
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from quality import rivals
+from quality.texts import TEXTS, ids_of
+
+LENGTH, BIN = 16384, 1024
+STEPS = (32, 128, 512, 2048, 8192)  # beside the default, 256
+
+
+def losses(rival: rivals.Rival, ids: torch.Tensor, title: str) -> torch.Tensor:
+    """The loss of every token but the first, in nats: `(T - 1,)`."""
+    cache, found = rival.start(), []
+    pieces = ids[:, :-1].split(rival.piece, 1), ids[:, 1:].split(rival.piece, 1)
+    progress = tqdm(total=ids.shape[1] - 1, unit="token", desc=title, leave=False)
+    for piece, targets in zip(*pieces, strict=True):
+        logits = rival.read(piece, cache)[0]
+        found.append(torch.nn.functional.cross_entropy(logits, targets[0], reduction="none"))
+        progress.update(piece.shape[1])
+    progress.close()
+    return torch.cat(found)
+
+
+def measure(bench: str, wanted: list[tuple[str, str, dict[str, int]]]) -> None:
+    """Appends rows of text, rival and options, but for those that are there."""
+    stock = smollm2(torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(stock.config._name_or_path)
+    done = {(one["quantity"], one["variant"]) for one in saved(bench)}
+    for text, name, options in wanted:
+        variant = " ".join((name, *(f"{key}={value}" for key, value in options.items())))
+        if (text, variant) in done:
+            continue
+        ids = ids_of(tokenizer, text, LENGTH + 1)
+        found = losses(rivals.make(stock, name, **options), ids, f"{text}, {variant}")
+        rows = [
+            row(variant, part.tolist(), tokens=BIN * (index + 1))
+            for index, part in enumerate(found.split(BIN))
+        ]
+        save(
+            bench,
+            rows,
+            model="SmolLM2-135M",
+            batch=1,
+            dtype="float32",
+            quantity=text,
+            unit="nats per token",
+        )
+
+
+def perplexity() -> None:
+    """Every text under every rival."""
+    measure("perplexity", [(text, name, {}) for text in TEXTS for name in rivals.NAMES])
+
+
+def stairs() -> None:
+    """Every text under stairs of other widths."""
+    options = [{"rescale_every": step} for step in STEPS]
+    measure("stairs", [(text, rivals.OURS, one) for text in TEXTS for one in options])
