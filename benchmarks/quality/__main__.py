@@ -11,8 +11,9 @@ import argparse
 from quality.exactness import exactness
 from quality.perplexity import perplexity, stairs
 from quality.recall import recall
+from quality.retrieval import retrieval
 
-PARTS = {part.__name__: part for part in (perplexity, recall, exactness, stairs)}
+PARTS = {part.__name__: part for part in (perplexity, recall, retrieval, exactness, stairs)}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
