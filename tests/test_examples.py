@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
-from conftest import tiny_llama
+from conftest import CACHE, tiny_llama
+
+import hf_dynyarn
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.fixture
@@ -59,6 +63,31 @@ def test_readme(folder, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "All work and no play" in printed
     assert printed.rstrip().endswith("[7.21875]")  # 132 + 100 - 1 tokens over a window of 32
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_of_code_runs(page, folder, monkeypatch):
+    """The blocks of a page, one after the other, with the tiny model in place of the one named."""
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    monkeypatch.chdir(folder)
+    (folder / "long.txt").write_text("All work and no play makes Jack a dull boy. " * 3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer((folder / "long.txt").read_text(), return_tensors="pt")
+    names = {name: getattr(hf_dynyarn, name) for name in hf_dynyarn.__all__}
+    names |= {"model": model, "tokenizer": tokenizer, "inputs": inputs, "torch": torch}
+    names["prefix_ids"] = inputs.input_ids[:, :20]
+    for block in blocks:
+        block = block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(folder))
+        with torch.no_grad():
+            exec(compile(block.replace("past_key_values=", f"{CACHE}="), page.name, "exec"), names)
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            if "://" not in link:
+                assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
 def test_demo(folder):

@@ -247,7 +247,7 @@ class TestContinued:
         assert_close(logits_of(second, TEXT[:, 40:], cache), expected)
 
     def test_the_example_of_the_docs(self, model, tmp_path, monkeypatch):
-        docs = pathlib.Path(__file__).parent.parent / "docs" / "how_it_works.md"
+        docs = pathlib.Path(__file__).parent.parent / "docs" / "options.md"
         if not docs.exists():
             pytest.skip("the docs are not here")
         section = docs.read_text().split("## Saving a cache")[1]
