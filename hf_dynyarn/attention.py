@@ -63,11 +63,11 @@ class AttentionPlan:
 
     Attributes:
         schedule: the schedule in force.
+        cut_trained: makes the segments of layers that keep the scale they were trained at.
         cache: what the call fills, or None.
         held: `(B, P)`, positions of the keys held before, -1 where padding.
         new: `(B, T)`, positions of the new tokens, likewise.
         segments: cover the new tokens from left to right.
-        cut: makes segments, for layers that keep the scale they were trained at or for others.
         unrotated: indices of the layers that rotate nothing.
         interleaved: how the pairs of a head lie, see `rotate`.
         visible: `(B, P + T)` bool, False where a key is padding; None where none is.
@@ -81,11 +81,11 @@ class AttentionPlan:
     """
 
     schedule: Schedule
+    cut_trained: Callable[[], list[Segment]]
     cache: DynamicYaRNCache | None
     held: torch.Tensor
     new: torch.Tensor
     segments: list[Segment]
-    cut: Callable[..., list[Segment]]
     unrotated: frozenset[int]
     interleaved: bool
     visible: torch.Tensor | None
@@ -110,7 +110,7 @@ class AttentionPlan:
     @cached_property
     def trained_segments(self) -> list[Segment]:
         """Segments for layers that keep the scale they were trained at."""
-        return self.cut(trained=True)
+        return self.cut_trained()
 
     def last_key(self, stop: int) -> int:
         """End of the keys that new tokens up to `stop` may see: causal, unless by a custom mask."""
@@ -306,6 +306,7 @@ def make_plan(
     output_attentions: bool,
     unrotated: frozenset[int] = frozenset(),
     interleaved: bool = False,
+    windowed: Schedule | None = None,
 ) -> AttentionPlan:
     """Resolves positions, padding, documents and scales of one forward call.
 
@@ -327,6 +328,8 @@ def make_plan(
         output_attentions: whether the weights are wanted.
         unrotated: indices of the layers that rotate nothing.
         interleaved: how the pairs of a head lie, see `rotate`.
+        windowed: the schedule of layers that keep the scale they were trained at, where these were
+            trained with other frequencies. Default: `schedule`.
 
     Raises:
         TypeError: the mask or the positions are of another type.
@@ -358,8 +361,8 @@ def make_plan(
     if attention_mask is None:
         starts = _starts(on_host, past)
         starts = starts if was_packed or starts.any() else None
-    cut = partial(_segments, schedule, on_host[:, 1:], starts, past)
-    segments = cut(trained=False)
+    cut = partial(_segments, positions=on_host[:, 1:], starts=starts, past=past)
+    segments = cut(schedule, trained=False)
     if starts is not None and not _told_apart(segments, starts, past, was_packed):
         before = document_starts(held) if was_packed else torch.zeros_like(held, dtype=torch.bool)
         documents = torch.cat((before, starts.to(held.device)), dim=1).cumsum(-1)
@@ -372,11 +375,11 @@ def make_plan(
         )
     return AttentionPlan(
         schedule=schedule,
+        cut_trained=partial(cut, windowed or schedule, trained=True),
         cache=cache,
         held=held,
         new=torch.where(visible[:, past:], positions, -1),
         segments=segments,
-        cut=cut,
         unrotated=unrotated,
         interleaved=interleaved,
         visible=None if all_visible else visible,

@@ -23,29 +23,40 @@ class Family:
     """One of transformers' model families.
 
     Attributes:
-        prefix: of its classes: `<prefix>Model` is the decoder, `<prefix>Attention` its attention.
+        prefix: of its classes: `<prefix>Attention` is its attention.
+        decoder: end of the decoder's class, `<prefix><decoder>`. Where it is "TextModel",
+            `<prefix>Model` is the decoder beside an encoder of images, over which it attends both
+            ways: that is refused.
         rotates: whether an attention layer rotates its queries and keys.
         interleaved: whether the pairs of a head lie side by side.
         drops_cache: whether its `generate()` throws a cache away on the way past the window.
         backends: the attention implementations that can serve it; empty for all that we know.
         finetuned: whether it was trained with the `factor` of its yarn parameters.
+        by_layer_type: whether layers with a window have rope parameters of their own.
     """
 
     prefix: str
+    decoder: str = "Model"
     rotates: Callable[[Any], bool] = _always
     interleaved: bool = False
     drops_cache: bool = False
     backends: tuple[str, ...] = ()
     finetuned: bool = False
+    by_layer_type: bool = False
 
 
 # By `model_type`.
 FAMILIES: dict[str, Family] = {
     "arcee": Family("Arcee"),
     "cohere": Family("Cohere", interleaved=True),
-    "cohere2": Family("Cohere2", lambda layer: layer.sliding_window is not None, interleaved=True),
-    "exaone4": Family("Exaone4", lambda layer: layer.sliding_window is None or layer.is_sliding),
+    "cohere2": Family(
+        "Cohere2", rotates=lambda layer: layer.sliding_window is not None, interleaved=True
+    ),
+    "exaone4": Family(
+        "Exaone4", rotates=lambda layer: layer.sliding_window is None or layer.is_sliding
+    ),
     "gemma": Family("Gemma"),
+    "gemma3_text": Family("Gemma3", decoder="TextModel", by_layer_type=True),
     "glm": Family("Glm", interleaved=True),
     "glm4": Family("Glm4", interleaved=True),
     # Its attention sinks are a column of the logits that only its own eager attention has.
@@ -58,6 +69,7 @@ FAMILIES: dict[str, Family] = {
     "minimax_m2": Family("MiniMaxM2"),
     "olmo": Family("Olmo"),
     "olmo2": Family("Olmo2"),
+    "olmo3": Family("Olmo3", finetuned=True, by_layer_type=True),
     "phi": Family("Phi"),
     "phi3": Family("Phi3", drops_cache=True),
     "qwen2": Family("Qwen2"),
@@ -65,7 +77,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family("Qwen3"),
     "qwen3_moe": Family("Qwen3Moe"),
     "seed_oss": Family("SeedOss"),
-    "smollm3": Family("SmolLM3", lambda layer: bool(layer.use_rope)),
+    "smollm3": Family("SmolLM3", rotates=lambda layer: bool(layer.use_rope)),
     "starcoder2": Family("Starcoder2"),
 }
 
@@ -74,7 +86,7 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
     """The one decoder of a supported family in a model.
 
     Raises:
-        TypeError: there is none.
+        TypeError: there is none, or it is part of a model that attends both ways.
         ValueError: there are several.
     """
     if not isinstance(model, nn.Module):
@@ -91,13 +103,15 @@ def find_decoder(model: nn.Module) -> PreTrainedModel:
             f"layer of its own in each decoder layer, got {type(model).__name__} of model_type "
             f"{model_type!r}."
         )
-    return decoders[0]
+    decoder: PreTrainedModel = decoders[0]
+    _check_no_images(model, decoder.config.model_type)
+    return decoder
 
 
 def is_decoder(module: Any) -> bool:
     """Whether a module is a decoder of a supported family, with the attention it came with."""
     model_type = getattr(getattr(module, "config", None), "model_type", None)
-    if model_type not in FAMILIES or not _is_a(module, model_type, "Model"):
+    if model_type not in FAMILIES or not _is_a(module, model_type, FAMILIES[model_type].decoder):
         return False
     return len(attention_layers(module)) == len(module.layers)
 
@@ -113,6 +127,13 @@ def unrotated_layers(decoder: PreTrainedModel) -> frozenset[int]:
     rotates = family_of(decoder).rotates
     layers = attention_layers(decoder)
     return frozenset(layer.layer_idx for layer in layers if not rotates(layer))
+
+
+def windows(decoder: PreTrainedModel) -> list[int | None]:
+    """How many keys a query sees in each layer of the type that has a window."""
+    types = decoder.config.layer_types
+    layers = attention_layers(decoder)
+    return [one.sliding_window for one in layers if types[one.layer_idx] == "sliding_attention"]
 
 
 def head_dim(model_config: PretrainedConfig) -> int:
@@ -175,8 +196,21 @@ def cache_droppers(model: nn.Module) -> list[Any]:
     return [module for module, prepare in prepares if getattr(prepare, "__module__", None) in code]
 
 
+def _check_no_images(model: nn.Module, model_type: str) -> None:
+    if FAMILIES[model_type].decoder == "Model":
+        return
+    wrappers = [module for module in model.modules() if _is_a(module, model_type, "Model")]
+    if wrappers:
+        raise TypeError(
+            f"a patched model must attend causally, got one around a {type(wrappers[0]).__name__}, "
+            f"which attends both ways over images. Load its text model alone (model_type "
+            f"{model_type!r}), or leave it unpatched."
+        )
+
+
 def _module(model_type: str) -> str:
-    return f"transformers.models.{model_type}.modeling_{model_type}"
+    name = model_type.removesuffix("_text")  # which lies in the file of the whole
+    return f"transformers.models.{name}.modeling_{name}"
 
 
 def _is_a(module: nn.Module, model_type: str, suffix: str) -> bool:

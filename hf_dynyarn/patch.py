@@ -2,8 +2,8 @@
 
 Nothing of transformers is copied or overwritten. On each patched decoder,
 
-    1. `rotary_emb` is swapped for a module that rotates nothing, so that un-rotated keys reach the
-       cache;
+    1. its rotary embeddings are swapped for modules that rotate nothing, so that un-rotated keys
+       reach the cache;
     2. a forward pre-hook makes the plan of each call and sends it down to the attention layers as a
        keyword, and a forward hook commits the call to the cache;
     3. the attention layers (not the model) read a copy of the config that names
@@ -43,6 +43,7 @@ from .models import (
     is_decoder,
     key_heads,
     unrotated_layers,
+    windows,
 )
 from .rope import DYNAMIC_YARN, DynamicYaRNConfig, Schedule, make_schedule
 from .versions import (
@@ -51,6 +52,7 @@ from .versions import (
     arguments_of,
     check_keywords,
     rope_parameters,
+    rotary_embeddings,
 )
 
 logger = logging.get_logger(__name__)
@@ -191,10 +193,12 @@ class _Patch:
         decoder: PreTrainedModel,
         config: DynamicYaRNConfig,
         schedule: Schedule,
+        windowed: Schedule | None,
         model: nn.Module | None,
     ) -> None:
         self.config = config
         self.schedule = schedule
+        self.windowed = windowed
         self.class_wide = model is None
         self.arguments = arguments_of(decoder)
         self.unrotated = unrotated_layers(decoder)
@@ -232,6 +236,7 @@ class _Patch:
             output_attentions=_option(decoder, kwargs, "output_attentions"),
             unrotated=self.unrotated,
             interleaved=family_of(decoder).interleaved,
+            windowed=self.windowed,
         )
         if cache is not None:
             plan.cache = DynamicYaRNCache.adopt(cache)
@@ -283,15 +288,25 @@ class _Patch:
         return cache
 
 
-def resolve_schedule(model_config: PretrainedConfig, config: DynamicYaRNConfig) -> Schedule:
+def resolve_schedule(
+    model_config: PretrainedConfig,
+    config: DynamicYaRNConfig,
+    layer_type: str = "full_attention",
+) -> Schedule:
     """Fills the defaults of `config` in from the model's config.
+
+    Args:
+        model_config: the model's.
+        config: the options.
+        layer_type: of the layers that it is for; the same for all, but in few families.
 
     Raises:
         TypeError: the model's config asks for an option that there is not.
         ValueError: the model's rope type is not supported, or an option contradicts the model.
     """
-    rope = rope_parameters(model_config)
     family = FAMILIES.get(model_config.model_type)
+    by_layer_type = family is not None and family.by_layer_type
+    rope = rope_parameters(model_config, layer_type if by_layer_type else None)
     if family is not None and family.finetuned and rope["rope_type"] == "yarn":
         rope.setdefault("finetuned", True)
     return make_schedule(
@@ -302,8 +317,39 @@ def resolve_schedule(model_config: PretrainedConfig, config: DynamicYaRNConfig) 
     )
 
 
+def _resolve_windowed(decoder: PreTrainedModel, schedule: Schedule) -> Schedule | None:
+    """The schedule of layers with a window, where these have rope parameters of their own.
+
+    It is that of their training, whatever the options: no pair in them is ever farther apart.
+
+    Raises:
+        ValueError: `schedule`, that of the other layers, would stretch them.
+    """
+    if not family_of(decoder).by_layer_type:
+        return None
+    who = f"a model of model_type {decoder.config.model_type!r}, whose layers with a window"
+    if schedule.per_forward:
+        raise ValueError(
+            f'schedule must be "position" for {who} have frequencies of their own and are not '
+            'stretched, got "forward". Leave it out.'
+        )
+    trained = schedule.original_max_position_embeddings
+    larger = [window for window in windows(decoder) if window is None or window > trained]
+    if larger:
+        raise ValueError(
+            f"sliding_window must be at most original_max_position_embeddings, {trained}, for "
+            f"{who} have frequencies of their own and are not stretched, got {larger[0]}. Leave "
+            "it unpatched."
+        )
+    return resolve_schedule(decoder.config, DynamicYaRNConfig(), "sliding_attention")
+
+
 def _rope_of_unpatched(
-    model_config: PretrainedConfig, device: Any = None, seq_len: Any = None, **kwargs: Any
+    model_config: PretrainedConfig,
+    device: Any = None,
+    seq_len: Any = None,
+    layer_type: str | None = None,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, float]:
     """Frequencies and gain of a model whose config says `dynamic_yarn`, until it is patched.
 
@@ -318,7 +364,7 @@ def _rope_of_unpatched(
             f"a model of rope type {DYNAMIC_YARN!r} must be patched to read past its window, got "
             f"{int(seq_len)} tokens in one that is not. Call patch_llama(model) first."
         )
-    schedule = resolve_schedule(model_config, DynamicYaRNConfig())
+    schedule = resolve_schedule(model_config, DynamicYaRNConfig(), layer_type or "full_attention")
     return schedule.inv_freq(torch.ones((), dtype=torch.float64)).to(device), 1.0
 
 
@@ -348,6 +394,16 @@ def _check_causal(model_config: PretrainedConfig, kwargs: dict[str, Any]) -> Non
         raise ValueError(
             "a patched model must attend causally, got is_causal=False. Leave it unpatched, or "
             "pass a 4-D attention_mask."
+        )
+    if getattr(model_config, "use_bidirectional_attention", None):
+        raise ValueError(
+            "a patched model must attend causally, got use_bidirectional_attention="
+            f"{model_config.use_bidirectional_attention!r} in its config. Leave it unpatched."
+        )
+    if isinstance(kwargs.get("attention_mask"), dict):
+        raise TypeError(
+            "attention_mask must be a torch.Tensor or None, got a dict, as models make it that "
+            "attend both ways over images. Leave the model unpatched."
         )
     lengths = [
         name for name in kwargs if name.startswith("cu_seq_lens") and kwargs[name] is not None
@@ -383,6 +439,7 @@ def _check_and_patch(
     _check_causal(decoder.config, {})
     check_rotary(decoder)
     schedule = resolve_schedule(decoder.config, config)
+    windowed = _resolve_windowed(decoder, schedule)
     _backend(decoder)
     replaced = _patch_of(decoder)
     if replaced is not None:
@@ -391,9 +448,10 @@ def _check_and_patch(
         )
         _restore(decoder)
     AttentionInterface.register(ATTENTION_NAME, dynamic_yarn_attention)
-    patch = _Patch(decoder, config, schedule, model)
+    patch = _Patch(decoder, config, schedule, windowed, model)
     decoder._dynamic_yarn = patch
-    decoder.rotary_emb = UnrotatedEmbedding(decoder.rotary_emb)
+    for holder, name in rotary_embeddings(decoder):
+        setattr(holder, name, UnrotatedEmbedding(getattr(holder, name)))
     attention_config = copy.copy(decoder.config)
     attention_config._attn_implementation = ATTENTION_NAME
     for layer in attention_layers(decoder):
@@ -410,7 +468,8 @@ def _restore(decoder: PreTrainedModel) -> None:
         return
     for hook in patch.hooks:
         hook.remove()
-    decoder.rotary_emb = decoder.rotary_emb.stock
+    for holder, name in rotary_embeddings(decoder):
+        setattr(holder, name, getattr(holder, name).stock)
     for layer, config in patch.stock_configs:
         layer.config = config
     for wrapper in patch.cache_droppers:

@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, __version__
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
@@ -46,10 +47,40 @@ def check_keywords(decoder: PreTrainedModel) -> None:
         )
 
 
-def rope_parameters(model_config: PretrainedConfig) -> dict[str, Any]:
-    """The rope parameters that the model itself goes by, in the spelling of transformers 5."""
+def rotary_embeddings(decoder: PreTrainedModel) -> list[tuple[nn.Module, str]]:
+    """The places of a decoder's rotary embeddings: the module that holds each, and its name there.
+
+    On transformers 4, families with other frequencies in layers with a window have two.
+    """
+    names = ("rotary_emb", "rotary_emb_local")
+    several = getattr(decoder, "rotary_embs", {})
+    places = [(decoder, name) for name in names if hasattr(decoder, name)]
+    return places + [(several, name) for name in several]
+
+
+def rope_parameters(
+    model_config: PretrainedConfig, layer_type: str | None = None
+) -> dict[str, Any]:
+    """The rope parameters that the model itself goes by, in the spelling of transformers 5.
+
+    Args:
+        model_config: the model's.
+        layer_type: of the layers that are asked about, in families that tell them apart.
+
+    Raises:
+        ValueError: they differ from layer to layer where they must not, or the reverse; or the
+            installed transformers does not read them.
+    """
     if TRANSFORMERS >= (5, 0):
-        rope = {"rope_type": "default", **model_config.rope_parameters}
+        rope = model_config.rope_parameters
+        if layer_type is not None and layer_type not in rope:
+            # OLMo 3 on transformers 5.0 and some time after.
+            raise ValueError(
+                f"rope_parameters of a model of model_type {model_config.model_type!r} must be by "
+                f"layer type, got {sorted(rope)}: transformers {__version__} stretches its layers "
+                "with a window too, which were not trained so. Upgrade transformers."
+            )
+        rope = {"rope_type": "default", **(rope if layer_type is None else rope[layer_type])}
         if "rope_theta" not in rope:
             raise ValueError(
                 "the model must have the same rope_parameters in each layer, got "
@@ -64,6 +95,9 @@ def rope_parameters(model_config: PretrainedConfig) -> dict[str, Any]:
             f"{newer}, which this transformers does not read. Upgrade to transformers 5, with "
             "which the config was written."
         )
+    if layer_type == "sliding_attention":
+        # Not in the config but in the code of each family: unscaled, and Gemma 3 has another base.
+        theta, scaling = getattr(model_config, "rope_local_base_freq", theta), {}
     rope = {"rope_type": scaling.get("type", "default"), "rope_theta": theta, **scaling}
     rope.setdefault("partial_rotary_factor", getattr(model_config, "partial_rotary_factor", None))
     trained = getattr(model_config, "original_max_position_embeddings", None)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import VOCABULARY, WINDOW
-from oracle import frequencies, gain_at, scale_at
+from oracle import frequencies, gain_at, scale_at, stretched
 from transformers import AutoModelForCausalLM
 from transformers.models.auto import CONFIG_MAPPING
 
@@ -23,6 +23,10 @@ TRAINED_YARN = {
     "truncate": False,
 }
 
+# Gemma 3's, a base for each type of layer; its scaling is for layers without a window alone.
+BASES = {"rope_theta": 3e5, "rope_local_base_freq": 1e3}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
 # Family, what its config has beside the common sizes, and of each layer what it does: "r" rotates
 # by the contract, "w" has a window within the trained one, "n" rotates nothing.
 CASES = {
@@ -35,6 +39,8 @@ CASES = {
         "rrrr",
     ),
     "gemma": ({}, "rrrr"),
+    "gemma3_text": ({**SLIDING, **BOTH, **BASES, "query_pre_attn_scalar": 24}, "wrwr"),
+    "gemma3_text-linear": ({**SLIDING, **BOTH, **BASES, "rope_scaling": LINEAR}, "wrwr"),
     "glm": (PARTIAL, "rrrr"),
     "glm4": (PARTIAL, "rrrr"),
     "gpt_oss": ({**SLIDING, **MOE, "num_local_experts": 4, "rope_scaling": TRAINED_YARN}, "wrwr"),
@@ -48,6 +54,8 @@ CASES = {
     "minimax_m2": ({**MOE, "num_local_experts": 4, "rotary_dim": 8, **PARTIAL}, "rrrr"),
     "olmo": ({"clip_qkv": 2.0}, "rrrr"),
     "olmo2": ({}, "rrrr"),
+    "olmo3": ({**SLIDING, **BOTH, "rope_scaling": TRAINED_YARN}, "wrwr"),
+    "olmo3-before its long training": ({**SLIDING, **BOTH, "rope_theta": 1e3}, "wrwr"),
     "phi": (PARTIAL, "rrrr"),
     "phi3": ({}, "rrrr"),
     "phi3-partial": (PARTIAL, "rrrr"),
@@ -111,6 +119,10 @@ def tiny(case, attn_implementation=None, seed=0):
             **options,
         }
     )
+    if model_type == "olmo3" and "full_attention" not in getattr(
+        config, "rope_parameters", {"full_attention": ...}
+    ):
+        pytest.skip("refused on this transformers: see test_models.py")
     config._attn_implementation = attn_implementation
     config._experts_implementation = "eager"  # the only one that takes float64
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -123,20 +135,32 @@ def tiny(case, attn_implementation=None, seed=0):
     return model
 
 
+def base_of(config, kind):
+    """The base of the frequencies of a layer that is "w" or "r"."""
+    layer_type = {"w": "sliding_attention", "r": "full_attention"}[kind]
+    rope = getattr(config, "rope_parameters", None)
+    if rope:
+        return rope.get(layer_type, rope)["rope_theta"]
+    local = getattr(config, "rope_local_base_freq", config.rope_theta)
+    return local if kind == "w" else config.rope_theta
+
+
 def turn_of(case, model):
     """What the contract says of each layer and position."""
-    config = model.config
-    theta = (getattr(config, "rope_parameters", None) or vars(config))["rope_theta"]
     dim = int(16 * CASES[case][0].get("partial_rotary_factor", 1))
 
     def turn(index, position):
         kind = CASES[case][1][index]
         if kind == "n":
             return None
+        theta = base_of(model.config, kind)
         scale = 1.0 if kind == "w" else scale_at(position, WINDOW, STEP)
         ramp = {}
-        if case == "gpt_oss":
+        if case == "gpt_oss" or (case, kind) == ("olmo3", "r"):
             scale, ramp = max(scale, TRAINED_YARN["factor"]), {"truncate": False}
+        if (case, kind) == ("gemma3_text-linear", "r"):
+            trained = frequencies(1.0, dim, theta, WINDOW) / LINEAR["factor"]
+            return stretched(trained, scale, WINDOW), gain_at(scale)
         return frequencies(scale, dim, theta, WINDOW, **ramp), gain_at(scale)
 
     return turn

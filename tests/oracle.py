@@ -47,6 +47,18 @@ def frequencies(scale, dim, base, window, beta_fast=32, beta_slow=1, truncate=Tr
     return np.array(result)
 
 
+def stretched(trained, scale, window):
+    """The same of frequencies that need not be powers of a base, pair by pair."""
+    turns = window * trained / (2 * math.pi)
+
+    def pair_that_turns(times):
+        return np.interp(-math.log(times), -np.log(turns), np.arange(len(turns)))
+
+    low, high = math.floor(pair_that_turns(32)), math.ceil(pair_that_turns(1))
+    stretch = np.clip((np.arange(len(turns)) - low) / (high - low), 0, 1)
+    return (1 - stretch) * trained + stretch * trained / scale
+
+
 def gain_at(scale, attention_factor=None):
     if scale <= 1:
         return 1.0

@@ -1,6 +1,7 @@
 """Every family: stock up to the window, and beyond it the oracle, with a cache and without."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,9 +17,21 @@ from conftest import (
 )
 from families import BACKENDS, CASES, INTERLEAVED, STEP, tiny, turn_of
 from oracle import stepwise_logits
-from transformers import LlavaConfig, LlavaForConditionalGeneration
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
-from hf_dynyarn import DynamicYaRNCache, attention, patch_llama
+from hf_dynyarn import (
+    DynamicYaRNCache,
+    DynamicYaRNConfig,
+    attention,
+    patch,
+    patch_llama,
+    versions,
+)
 from hf_dynyarn.models import FAMILIES
 
 LENGTH = 50  # past the window, over several stairs
@@ -87,7 +100,9 @@ def test_generates_alike_in_a_batch_and_alone(case):
 class TestWindows:
     """Layers whose window lies within the trained one, and those with a larger one."""
 
-    BOTH = pytest.mark.parametrize("case", ["ministral", "mistral-window past the trained one"])
+    BOTH = pytest.mark.parametrize(
+        "case", ["gemma3_text", "ministral", "mistral-window past the trained one"]
+    )
 
     @BOTH
     @pytest.mark.parametrize("backend", ["sdpa", "eager"])
@@ -168,7 +183,78 @@ def with_rope(config, rope):
     return config
 
 
+class TestFrequenciesByLayerType:
+    """Layers with a window keep frequencies of their own; others are stretched."""
+
+    @pytest.mark.parametrize("case", ["gemma3_text", "olmo3"])
+    def test_unpatching_gives_every_rotary_embedding_back(self, case):
+        model, ids = tiny(case), random_ids(LENGTH)
+        names, stock = [type(module) for module in model.modules()], logits_of(model, ids)
+        with patch_llama(model):
+            assert (logits_of(model, ids) - stock).abs().max() > 0.01
+        assert [type(module) for module in model.modules()] == names
+        assert torch.equal(logits_of(model, ids), stock)
+
+    def test_the_forward_schedule_is_refused(self):
+        with pytest.raises(ValueError, match=r"'gemma3_text'.* got \"forward\". Leave it out"):
+            patch_llama(tiny("gemma3_text"), schedule="forward")
+
+    @pytest.mark.parametrize("window", [None, 12])
+    def test_a_window_past_the_trained_one_is_refused(self, window):
+        model = tiny("gemma3_text")
+        for layer in model.model.layers[::2]:
+            layer.self_attn.sliding_window = window
+        with pytest.raises(ValueError, match=rf"sliding_window must be at.* 11,.*got {window}"):
+            patch_llama(model, original_max_position_embeddings=11)
+        assert "Unrotated" not in str(model)
+
+    def test_a_model_that_attends_both_ways_is_refused(self):
+        model = tiny("gemma3_text")
+        model.config.use_bidirectional_attention = True
+        with pytest.raises(ValueError, match="causally, got use_bidirectional_attention=True"):
+            patch_llama(model)
+
+    def test_the_same_parameters_for_all_layers_are_refused(self, monkeypatch):
+        """As OLMo 3 has them on transformers 5.0, which stretches its windows too."""
+        monkeypatch.setattr(versions, "TRANSFORMERS", (5, 0))
+        config = SimpleNamespace(model_type="olmo3", rope_parameters={"rope_theta": 5e5})
+        with pytest.raises(ValueError, match=r"'olmo3' must be by layer type.*Upgrade"):
+            patch.resolve_schedule(config, DynamicYaRNConfig())
+
+
 class TestVisionLanguage:
+    def test_is_refused_where_it_attends_both_ways(self):
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        }
+        text = {
+            **sizes,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": WINDOW,
+            "sliding_window": 12,
+            "pad_token_id": 0,
+        }
+        vision = {**sizes, "image_size": 16, "patch_size": 4}
+        config = Gemma3Config(
+            text_config=text,
+            vision_config=vision,
+            mm_tokens_per_image=4,
+            image_token_index=VOCABULARY - 1,
+        )
+        model = Gemma3ForConditionalGeneration(config).eval()
+        with pytest.raises(TypeError, match=r"around a Gemma3Model, .* \(model_type 'gemma3_text'"):
+            patch_llama(model)
+        ids = random_ids(20).clamp(max=VOCABULARY - 2)
+        for patching in ((), (model.get_decoder(),)):
+            with patch_llama(*patching), pytest.raises(TypeError, match=r"attention_mask.*a dict"):
+                model(ids)
+        assert torch.isfinite(logits_of(model, ids)).all()
+
     def test_is_served_through_its_text_model(self):
         text = {
             "model_type": "llama",

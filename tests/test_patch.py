@@ -482,7 +482,7 @@ class TestRefusedModels:
         ("model_type", "why"),
         [
             ("deepseek_v3", "half of a key is rotated, for all heads at once"),
-            ("gemma3_text", "two rotary embeddings"),
+            ("gemma2", "caps its attention logits"),
             ("ernie4_5", "rotates by tables of another shape"),
             ("hunyuan_v1_dense", "keys are normed behind the rotation"),
             ("stablelm", "keywords do not reach the attention"),
@@ -559,6 +559,7 @@ class TestRefusedModels:
         """On transformers 4, which reads rope_theta alone and would take its default."""
         monkeypatch.setattr(versions, "TRANSFORMERS", (4, 57))
         config = SimpleNamespace(
+            model_type="llama",
             rope_theta=1e4,
             rope_scaling=None,
             rope_parameters={"rope_type": "default", "rope_theta": 5e5},

@@ -1,5 +1,6 @@
 """Every rope type: stock up to the window, and beyond it the same promise as Dynamic YaRN."""
 
+import copy
 import json
 import math
 
@@ -16,7 +17,7 @@ from conftest import (
     tiny_llama,
 )
 from families import tiny
-from oracle import frequencies, gain_at, scale_at, stepwise_logits
+from oracle import frequencies, gain_at, scale_at, stepwise_logits, stretched
 from transformers import AutoConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -74,18 +75,6 @@ def stock_turn(model, length=None):
     return freq.double().numpy(), gain
 
 
-def stretched(trained, scale):
-    """YaRN on frequencies that need not be powers of a base, pair by pair."""
-    turns = WINDOW * trained / (2 * math.pi)
-
-    def pair_that_turns(times):
-        return np.interp(-math.log(times), -np.log(turns), np.arange(len(turns)))
-
-    low, high = math.floor(pair_that_turns(32)), math.ceil(pair_that_turns(1))
-    stretch = np.clip((np.arange(len(turns)) - low) / (high - low), 0, 1)
-    return (1 - stretch) * trained + stretch * trained / scale
-
-
 def turn_of(rope, model):
     """The contract for each rope type, from stock's own formulas."""
     kind = rope["rope_type"]
@@ -94,7 +83,7 @@ def turn_of(rope, model):
         scale = scale_at(position, WINDOW, STEP)
         if kind in ("linear", "llama3"):
             trained, _ = stock_turn(model)
-            return stretched(trained, scale), gain_at(scale)
+            return stretched(trained, scale, WINDOW), gain_at(scale)
         if kind == "dynamic":
             return stock_turn(model, round(scale * WINDOW))
         if kind == "longrope":
@@ -262,6 +251,24 @@ class TestConfigThatAsksForIt:
         asking, model = self.load(tmp_path, DYNAMIC_YARN)
         patch_llama(model, rescale_every=STEP, beta_fast=16.0)
         ids = random_ids(LENGTH)
+        assert torch.equal(logits_of(asking, ids), logits_of(model, ids))
+
+    def test_takes_effect_by_layer_type(self):
+        """In layers without a window; the others keep their scale, whatever they ask for."""
+        model = tiny("gemma3_text")
+        config = copy.deepcopy(model.config)
+        if getattr(config, "rope_parameters", None):
+            for rope in config.rope_parameters.values():
+                rope.update(DYNAMIC_YARN)
+        else:
+            config.rope_scaling = DYNAMIC_YARN
+        asking = type(model)(config).eval()
+        asking.load_state_dict(model.state_dict())
+        ids = random_ids(LENGTH)
+        expected = logits_of(model, ids[:, :WINDOW])
+        assert torch.equal(logits_of(asking, ids[:, :WINDOW]), expected)
+        patch_llama(asking)
+        patch_llama(model, rescale_every=STEP, beta_fast=16.0)
         assert torch.equal(logits_of(asking, ids), logits_of(model, ids))
 
     def test_is_stock_within_the_window_until_it_is_patched(self, tmp_path):
