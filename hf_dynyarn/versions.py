@@ -73,14 +73,9 @@ def rope_parameters(
     """
     if TRANSFORMERS >= (5, 0):
         rope = model_config.rope_parameters
-        if layer_type is not None and layer_type not in rope:
-            # OLMo 3 on transformers 5.0 and some time after.
-            raise ValueError(
-                f"rope_parameters of a model of model_type {model_config.model_type!r} must be by "
-                f"layer type, got {sorted(rope)}: transformers {__version__} stretches its layers "
-                "with a window too, which were not trained so. Upgrade transformers."
-            )
-        rope = {"rope_type": "default", **(rope if layer_type is None else rope[layer_type])}
+        if layer_type is not None:
+            rope = _of_layer_type(model_config, layer_type)
+        rope = {"rope_type": "default", **rope}
         if "rope_theta" not in rope:
             raise ValueError(
                 "the model must have the same rope_parameters in each layer, got "
@@ -105,6 +100,23 @@ def rope_parameters(
         factor = model_config.max_position_embeddings / trained
         rope |= {"original_max_position_embeddings": trained, "factor": factor}
     return rope
+
+
+def _of_layer_type(model_config: PretrainedConfig, layer_type: str) -> dict[str, Any]:
+    """The rope parameters of a type of layers on transformers 5."""
+    rope = model_config.rope_parameters
+    if layer_type not in rope:
+        # OLMo 3 on transformers 5.0 and some time after.
+        raise ValueError(
+            f"rope_parameters of a model of model_type {model_config.model_type!r} must be by "
+            f"layer type, got {sorted(rope)}: transformers {__version__} stretches its layers "
+            "with a window too, which were not trained so. Upgrade transformers."
+        )
+    own = dict(rope[layer_type])
+    if own.get("rope_type") == "yarn":
+        # Where stock looks for it: beside the layer types, not within them.
+        own["truncate"] = rope.get("truncate", True)
+    return own
 
 
 def cropped_length(length: int, *args: Any, **kwargs: Any) -> int:
