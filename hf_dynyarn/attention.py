@@ -669,7 +669,8 @@ def _split_mask(
         return None, None
     if not isinstance(attention_mask, torch.Tensor):
         raise TypeError(
-            f"attention_mask must be a torch.Tensor or None, got {type(attention_mask).__name__}."
+            f"attention_mask must be a torch.Tensor or None, got {type(attention_mask).__name__}. "
+            "Pass one of these, or leave a model unpatched that makes others of its images."
         )
     shape = tuple(attention_mask.shape)
     if shape == (batch, total):

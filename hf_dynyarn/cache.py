@@ -267,7 +267,10 @@ class DynamicYaRNCache(Cache):
     @staticmethod
     def check_adoptable(cache: Any) -> None:
         """Raises a TypeError unless `adopt` can take the cache: an empty `DynamicCache`."""
-        remedy = "Pass a DynamicYaRNCache, or none: a patched model makes its own."
+        remedy = (
+            "Pass a DynamicYaRNCache, or neither a cache nor a cache_implementation: a patched "
+            "model makes its own."
+        )
         plain = type(cache) is DynamicCache
         stock_layers = (DynamicLayer, DynamicSlidingWindowLayer)
         plain = plain and all(type(layer) in stock_layers for layer in cache.layers)

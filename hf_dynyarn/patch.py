@@ -400,11 +400,6 @@ def _check_causal(model_config: PretrainedConfig, kwargs: dict[str, Any]) -> Non
             "a patched model must attend causally, got use_bidirectional_attention="
             f"{model_config.use_bidirectional_attention!r} in its config. Leave it unpatched."
         )
-    if isinstance(kwargs.get("attention_mask"), dict):
-        raise TypeError(
-            "attention_mask must be a torch.Tensor or None, got a dict, as models make it that "
-            "attend both ways over images. Leave the model unpatched."
-        )
     lengths = [
         name for name in kwargs if name.startswith("cu_seq_lens") and kwargs[name] is not None
     ]

@@ -251,7 +251,7 @@ class TestVisionLanguage:
             patch_llama(model)
         ids = random_ids(20).clamp(max=VOCABULARY - 2)
         for patching in ((), (model.get_decoder(),)):
-            with patch_llama(*patching), pytest.raises(TypeError, match=r"attention_mask.*a dict"):
+            with patch_llama(*patching), pytest.raises(TypeError, match=r"mask must be .*got dict"):
                 model(ids)
         assert torch.isfinite(logits_of(model, ids)).all()
 
