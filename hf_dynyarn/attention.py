@@ -10,6 +10,7 @@ cache's rotated copy, from call to call. Masks are built per tile of a segment, 
 call, and not at all where a causal or a full kernel says the same.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -37,6 +39,12 @@ ATTENTION_NAME = "dynamic_yarn"
 
 # Rows of a mask, query heads of a group included: over 128k keys it takes 256 MiB in bfloat16.
 TILE = 1024
+
+# Keys that a thread of the CPU takes at least: with fewer, merging costs more than it saves.
+LEAST_KEYS = 512
+
+# What `scaled_dot_product_attention` runs on a CPU, which hides the log-sum-exp that it returns.
+_cpu_kernel: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -513,6 +521,10 @@ def _eager_or_sdpa(
     if plan.backend == "eager":
         attention = _family_eager(type(call.module))
     needs_mask = plan.needs_mask(query.shape[2], key.shape[2], window)
+    cut = window is not None and key.shape[2] > window
+    if plan.plainly_causal and not cut and _goes_in_parts(call, query, key, value):
+        yield first, _sdpa_in_parts(call.scaling, query, key, value), None
+        return
     groups = query.shape[1] // key.shape[1]
     tile = max(1, TILE // groups) if needs_mask else query.shape[2]
     for start in range(segment.start, segment.stop, tile):
@@ -571,6 +583,92 @@ def _grouped_sdpa(
         scale=call.scaling,
     )
     return output.reshape(batch, heads, queries, -1).transpose(1, 2)
+
+
+def _goes_in_parts(
+    call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> bool:
+    """Whether `_sdpa_in_parts` can and should attend for queries that see all before them."""
+    queries, keys = query.shape[2], key.shape[2]
+    if (
+        _cpu_kernel is None
+        or query.device.type != "cpu"
+        or call.plan.backend != "sdpa"
+        or call.dropout > 0
+        # The kernel's own derivative knows nothing of the log-sum-exp.
+        or any(states.requires_grad for states in (query, key, value))
+        # One causal kernel does it, as in the stock model.
+        or queries == keys
+        or keys < 2 * LEAST_KEYS
+    ):
+        return False
+    grouped = _grouped(query, key)
+    # Torch's own word on dtypes, sizes, strides and on which kernels are enabled.
+    choice: int = torch._fused_sdp_choice(grouped, key, value)
+    return choice == SDPBackend.FLASH_ATTENTION.value and (
+        queries > 1 or _pieces(grouped, keys) > 1
+    )
+
+
+def _sdpa_in_parts(
+    scaling: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """Attends without a mask to parts of the keys, and merges the results.
+
+    With `o_i` and `l_i` the output and the log-sum-exp of the logits of part `i`, the output of all
+    is `sum_i softmax(l)_i o_i`. One query sees all keys, several see all that are before them and,
+    causally, those that are their own.
+
+    Args:
+        scaling: factor on the logits.
+        query: `(B, Hq, T, D)`, of the last keys.
+        key: `(B, Hkv, K, D)`.
+        value: `(B, Hkv, K, D)`.
+
+    Returns:
+        `(B, T, Hq, D)`
+    """
+    queries, dim = query.shape[2:]
+    # Key heads as rows, so that the second dimension is free for what shares one.
+    keys, values = key.flatten(0, 1), value.flatten(0, 1)  # (B * Hkv, K, D)
+    apart = query.reshape(len(keys), -1, queries, dim)  # (B * Hkv, G, T, D)
+    grouped = apart.reshape(len(keys), 1, -1, dim)  # (B * Hkv, 1, G * T, D)
+    seen = key.shape[2] - queries if queries > 1 else key.shape[2]
+    parts = _over_all(scaling, grouped, keys[:, :seen], values[:, :seen])
+    if queries > 1:
+        own = (states[:, None, seen:].expand_as(apart) for states in (keys, values))
+        parts.append(_cpu_kernel(apart, *own, is_causal=True, scale=scaling))
+    outputs = torch.cat(
+        [output.reshape(len(keys), -1, *grouped.shape[2:]) for output, _ in parts], 1
+    )
+    logs = torch.cat([log.reshape(len(keys), -1, grouped.shape[2]) for _, log in parts], 1)
+    merged = (logs.softmax(1)[..., None] * outputs).sum(1).to(value.dtype)
+    return merged.view(query.shape).transpose(1, 2)
+
+
+def _over_all(
+    scaling: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Outputs `(R, pieces, Q, D)` and log-sum-exps of `(R, 1, Q, D)` over pieces of `(R, K, D)`."""
+    pieces = _pieces(query, key.shape[1])
+    even = key.shape[1] - key.shape[1] % pieces
+    cut = (states[:, :even].unflatten(1, (pieces, -1)) for states in (key, value))
+    parts = [_cpu_kernel(query.expand(-1, pieces, -1, -1), *cut, scale=scaling)]
+    if even < key.shape[1]:
+        rest = (states[:, None, even:] for states in (key, value))
+        parts.append(_cpu_kernel(query, *rest, scale=scaling))
+    return parts
+
+
+def _pieces(query: torch.Tensor, keys: int) -> int:
+    """Into how many pieces so many keys are cut, to give every thread a share of `query`.
+
+    The kernel shares out the first two dimensions and blocks of 32 queries or more, never the keys.
+    """
+    threads = torch.get_num_threads()
+    tasks = query.shape[0] * query.shape[1] * math.ceil(query.shape[2] / 32)
+    wanted = threads // math.gcd(threads, tasks) if tasks < 4 * threads else 1
+    return max(1, min(wanted, keys // LEAST_KEYS))
 
 
 def _one_in_tiles(

@@ -132,8 +132,8 @@ class RotatedKeys:
         for start in range(first, last, ROTATED_AT_A_TIME):
             stop = min(start + ROTATED_AT_A_TIME, last)
             part = slice(start - first, stop - first)
-            rotated = rotate(keys[rows, :, start:stop], cos[:, part], sin[:, part], interleaved)
-            self._buffer[rows, :, start:stop] = rotated
+            target = self._buffer[rows, :, start:stop]
+            rotate(keys[rows, :, start:stop], cos[:, part], sin[:, part], interleaved, out=target)
 
 
 class DynamicYaRNLayer(DynamicLayer):

@@ -575,7 +575,11 @@ def rotary_tables(
 
 
 def rotate(
-    states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False
+    states: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rotates pair `(i, i + D/2)` of every head, the layout of transformers' Llama. Never in place.
 
@@ -585,9 +589,11 @@ def rotate(
         sin: `(B, T, D/2)`.
         interleaved: whether the pairs are `(2i, 2i + 1)`. The result has them as `(i, i + D/2)` all
             the same: what counts is that queries and keys agree.
+        out: where to write the result, of the shape of `states` and apart from it; nothing is then
+            differentiable.
 
     Returns:
-        `(B, H, T, head_dim)`, in the wider of the two dtypes.
+        `(B, H, T, head_dim)`, in the wider of the two dtypes; `out` where it is given.
     """
     half = cos.shape[-1]
     cos, sin = cos[:, None], sin[:, None]  # (B, 1, T, D/2)
@@ -596,7 +602,14 @@ def rotate(
     else:
         first, second = states[..., :half], states[..., half : 2 * half]
     rest = states[..., 2 * half :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    if out is not None and out.dtype == torch.promote_types(states.dtype, cos.dtype):
+        # The roundings of the sums below, without writing the result twice.
+        torch.mul(first, cos, out=out[..., :half]).sub_(second * sin)
+        torch.mul(second, cos, out=out[..., half : 2 * half]).add_(first * sin)
+        out[..., 2 * half :] = rest
+        return out
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    return rotated if out is None else out.copy_(rotated)
 
 
 def _check_number(

@@ -150,6 +150,19 @@ class TestRotation:
         )
         assert torch.equal(states, before)
 
+    @pytest.mark.parametrize("interleaved", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_writes_the_same_bits_where_told(self, out_dtype, dtype, interleaved):
+        """Into a part of a buffer; of another dtype, as a copy would."""
+        states = torch.randn(2, 3, 5, 20).to(dtype)
+        cos, sin = torch.randn(2, 2, 5, 8).to(dtype)
+        buffer = torch.zeros(2, 3, 9, 20, dtype=out_dtype)
+        rotate(states, cos, sin, interleaved, out=buffer[:, :, 2:7])
+        expected = torch.zeros_like(buffer)
+        expected[:, :, 2:7] = rotate(states, cos, sin, interleaved)
+        assert torch.equal(buffer, expected)
+
     def test_counts_past_256_in_bfloat16(self):
         freq, gain = torch.ones(1, 1), torch.ones(1)
         cos, _ = rotary_tables(torch.tensor([[100_001]]), freq, gain, torch.bfloat16)
