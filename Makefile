@@ -27,7 +27,7 @@ test-neighbours: $(VENV)/.test  ## with lm-eval and Liger too, which bring 1.2 G
 	$(BIN)/pip install --quiet --editable '.[neighbours]'
 	$(BIN)/python -m pytest tests/test_neighbours.py $(ARGS)
 
-test-matrix:  ## the suite on each transformers, and docs/models.md of it: about 50 minutes
+test-matrix:  ## the suite on each transformers, and docs/models.md of it: about 30 minutes on two cores
 	$(PYTHON) tests/matrix.py $(ARGS)
 
 notebooks: $(VENV)/.notebooks  ## runs those of examples/; ARGS=--overwrite keeps their outputs

@@ -3,34 +3,38 @@
     python tests/matrix.py                     all, and writes their table into docs/models.md
     python tests/matrix.py 4.57.6 5.24.0       these, and writes nothing
 
-Needs nothing but the standard library: `make test` does the set-up of each.
+A version runs on each core, and shows its output when it is through. Needs nothing but the standard
+library: `make test` does the set-up of each.
 """
 
+import os
 import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- versions: begin -->\n", "<!-- versions: end -->\n"
 
+SUMMARY = re.compile(r"\d+ (passed|failed|error)")
+
 # The oldest, one of each shape of the cache and mask interfaces, and the newest.
 VERSIONS = ("4.57.6", "5.0.0", "5.8.1", "5.12.1", "5.20.2", "5.23.0", "5.24.0")
 
 
 def run(version: str) -> dict[str, int]:
-    """Counts of passed, failed and skipped tests; shows the suite's output as it comes."""
+    """Counts of passed, failed and skipped tests; shows the suite's output."""
     command = ["make", "test", f"TRANSFORMERS={version}", f"VENV=.venvs/{version}"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    last = ""
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        last = line if re.search(r"\d+ (passed|failed|error)", line) else last
-    process.wait()
-    counts = {name: int(number) for number, name in re.findall(r"(\d+) ([a-z]+)", last)}
-    if process.returncode != 0:
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    print(done.stdout, flush=True)
+    summaries = [line for line in done.stdout.splitlines() if SUMMARY.search(line)] or [""]
+    counts = {name: int(number) for number, name in re.findall(r"(\d+) ([a-z]+)", summaries[-1])}
+    if done.returncode != 0:
         counts["failed"] = counts.get("failed", 0) + counts.get("error", 0) or 1
     return counts
 
@@ -46,7 +50,9 @@ def table(results: dict[str, dict[str, int]]) -> str:
 
 
 def main(wanted: list[str]) -> int:
-    results = {version: run(version) for version in wanted or VERSIONS}
+    versions = wanted or VERSIONS
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = dict(zip(versions, pool.map(run, versions), strict=True))
     print(table(results))
     if not wanted:
         before, rest = DOCS.read_text().split(BEGIN)

@@ -33,4 +33,5 @@ found = {
     "heads": cache.layers[0].keys.shape[1],
 }
 (out / f"rank{rank}.json").write_text(json.dumps(found))
+torch.distributed.barrier()  # neither leaves while the other is still at work: gloo would abort
 torch.distributed.destroy_process_group()

@@ -810,11 +810,11 @@ class TestAFailedCallLeavesTheCacheAsItWas:
         monkeypatch.setattr(cache_module, "ROTATED_AT_A_TIME", 8)
         rotate, calls = cache_module.rotate, []
 
-        def interrupted(*args):
+        def interrupted(*args, **kwargs):
             calls.append(None)
             if len(calls) == at + 1:
                 raise KeyboardInterrupt
-            return rotate(*args)
+            return rotate(*args, **kwargs)
 
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(cache_module, "rotate", interrupted)
