@@ -34,7 +34,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 CASES = {
     "arcee": ({}, "rrrr"),
     "cohere": ({"use_qk_norm": True}, "rrrr"),
-    "cohere2": ({**SLIDING, "sliding_window_pattern": 2}, "wnwn"),
+    "cohere2": ({**SLIDING, **BOTH}, "wnwn"),
     "exaone4": ({**SLIDING, "sliding_window_pattern": 2}, "wnwn"),
     "exaone4-no window": (
         {"sliding_window": None, "layer_types": ["full_attention"] * 4},
