@@ -41,7 +41,7 @@ ATTENTION_NAME = "dynamic_yarn"
 TILE = 1024
 
 # Keys that a thread of the CPU takes at least: with fewer, merging costs more than it saves.
-LEAST_KEYS = 512
+LEAST_KEYS = 2048
 
 # What `scaled_dot_product_attention` runs on a CPU, which hides the log-sum-exp that it returns.
 _cpu_kernel: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
