@@ -45,7 +45,9 @@ def text(length: int, facts: int, generator: torch.Generator) -> tuple[torch.Ten
 def lesson(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """A text of the window with questions in its later part: ids and labels, `(WINDOW,)` each."""
     begin = int(torch.randint(32, WINDOW - 32, (), generator=generator))
-    facts, pairs = text(begin, min(FACTS, begin // 4), generator)
+    # From two facts on: the easy lessons teach to look up at all.
+    count = int(torch.randint(2, min(FACTS, begin // 4) + 1, (), generator=generator))
+    facts, pairs = text(begin, count, generator)
     rest = WINDOW - begin
     asked = pairs[torch.randint(len(pairs), (rest // 3,), generator=generator)]
     questions = torch.cat((torch.full((len(asked), 1), ASK), asked), dim=1).flatten()
