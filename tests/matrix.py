@@ -1,7 +1,7 @@
 """Runs the suite on each transformers that is supported, in an environment of its own.
 
     python tests/matrix.py                     all, and writes their table into docs/models.md
-    python tests/matrix.py 4.57.6 5.24.0       these, and writes nothing
+    python tests/matrix.py 4.57.6 5.24.0       these, and replaces their rows
 
 A version runs on each core, and shows its output when it is through. Needs nothing but the standard
 library: `make test` does the set-up of each.
@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- versions: begin -->\n", "<!-- versions: end -->\n"
 
+HEADER = "| transformers | passed | failed | not there or refused |\n|---|---|---|---|\n"
 SUMMARY = re.compile(r"\d+ (passed|failed|error)")
 
 # The oldest, one of each shape of the cache and mask interfaces, and the newest.
@@ -39,24 +40,23 @@ def run(version: str) -> dict[str, int]:
     return counts
 
 
-def table(results: dict[str, dict[str, int]]) -> str:
-    lines = ["| transformers | passed | failed | not there or refused |", "|---|---|---|---|"]
-    lines += [
-        f"| {version} | {counts.get('passed', 0)} | {counts.get('failed', 0)} "
-        f"| {counts.get('skipped', 0)} |"
-        for version, counts in results.items()
-    ]
-    return "\n".join(lines) + f"\n\n`make test-matrix`, {time.strftime('%Y-%m-%d')}.\n"
+def row(version: str, counts: dict[str, int]) -> str:
+    numbers = " | ".join(str(counts.get(name, 0)) for name in ("passed", "failed", "skipped"))
+    return f"| {version} | {numbers} |\n"
 
 
 def main(wanted: list[str]) -> int:
     versions = wanted or VERSIONS
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = dict(zip(versions, pool.map(run, versions), strict=True))
-    print(table(results))
-    if not wanted:
-        before, rest = DOCS.read_text().split(BEGIN)
-        DOCS.write_text(before + BEGIN + table(results) + END + rest.split(END)[1])
+    before, rest = DOCS.read_text().split(BEGIN)
+    old, after = rest.split(END)
+    rows = {line.split()[1]: line + "\n" for line in old.splitlines() if line.startswith("| ")}
+    rows |= {version: row(version, counts) for version, counts in results.items()}
+    table = HEADER + "".join(rows[version] for version in VERSIONS if version in rows)
+    print(table)
+    date = f"\n`make test-matrix`, {time.strftime('%Y-%m-%d')}.\n"
+    DOCS.write_text(before + BEGIN + table + date + END + after)
     return int(any(counts.get("failed") for counts in results.values()))
 
 

@@ -59,8 +59,7 @@ def test_readme(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     (folder / "long.txt").write_text("All work and no play makes Jack a dull boy. " * 3)
     code = code.replace("HuggingFaceTB/SmolLM2-135M-Instruct", str(folder))
-    if transformers.__version__ >= "5.24":
-        code = code.replace("past_key_values=", "cache=")  # as the comment beside it says
+    code = code.replace("past_key_values=", f"{CACHE}=")  # as the comment beside it says
     exec(compile(code, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     assert "All work and no play" in printed
