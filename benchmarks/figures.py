@@ -100,6 +100,7 @@ def others() -> None:
         colours = [COLOURS.get(one["variant"], COLOURS["ours"]) for one in rows]
         axis.barh(names[::-1], [float(one["median"]) for one in rows][::-1], color=colours[::-1])
         axis.set(title=f"{rows[0]['model']}, {rows[0]['dtype']}", xlabel=label)
+        axis.locator_params(axis="x", nbins=4)
     drawn.suptitle(machine(rows[0]))
     write(drawn, "others")
 
