@@ -135,7 +135,7 @@ def perplexity() -> None:
     axis.set(
         xlabel="position, in tokens (dotted: the window)",
         ylabel="loss above ours, nats per token",
-        title=f"{rows[0]['model']}, {rows[0]['dtype']}, mean and range of {len(texts)} texts",
+        title=f"{rows[0]['model']}, {rows[0]['dtype']}, mean and range of: {', '.join(texts)}",
     )
     axis.set_xticks(
         range(0, 16385, 2048), [f"{tokens // 1024}k" for tokens in range(0, 16385, 2048)]

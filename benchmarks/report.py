@@ -120,7 +120,7 @@ def perplexity(bench: str = "perplexity") -> str:
     first = rows_of(bench)[0]
     return (
         f"{markdown(header, rows)}\nPerplexity of {first['model']} (window: 8,192 tokens) by "
-        f"position, geometric mean over {len(texts)} real texts ({', '.join(texts)}), "
+        f"position, geometric mean over the real texts read so far ({', '.join(texts)}), "
         f"{first['dtype']}. {conditions(first)}.\n"
     )
 
