@@ -18,13 +18,12 @@ from pathlib import Path
 
 import torch
 import transformers
+from report import RESULTS, ROOT
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_dynyarn import DynamicYaRNCache, DynamicYaRNConfig, patch_llama
 from hf_dynyarn.patch import resolve_schedule
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 COLUMNS = (
     "run",  # rows of one run share this: the date and time it began
     "model",
@@ -260,15 +259,6 @@ def save(bench: str, rows: list[dict], **columns) -> None:
                 f"{shown['variant']:28} {shown['median']:10.4g} {shown['unit']}{ratio}",
                 flush=True,
             )
-
-
-def saved(bench: str) -> list[dict[str, str]]:
-    """The rows of `results/<bench>.csv`, none where there is no such file."""
-    path = RESULTS / f"{bench}.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def device_name() -> str:

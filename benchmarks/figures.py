@@ -106,7 +106,7 @@ def others() -> None:
 
 
 def perplexity() -> None:
-    """Perplexity by position: the loss beside plain RoPE's within the window, mean and spread."""
+    """The loss of each rival above ours by position, mean and range over texts."""
     rows = of_whole_texts("perplexity")
     if not any(one["variant"] == "ours" for one in rows):
         return
@@ -137,9 +137,8 @@ def perplexity() -> None:
         ylabel="loss above ours, nats per token",
         title=f"{rows[0]['model']}, {rows[0]['dtype']}, mean and range of: {', '.join(texts)}",
     )
-    axis.set_xticks(
-        range(0, 16385, 2048), [f"{tokens // 1024}k" for tokens in range(0, 16385, 2048)]
-    )
+    ticks = range(0, 16385, 2048)
+    axis.set_xticks(ticks, [f"{tokens // 1024}k" for tokens in ticks])
     axis.set_ylim(-0.15, 1.6)
     axis.legend()
     write(drawn, "perplexity")

@@ -1,6 +1,5 @@
 """Tiny Llamas with a window of 32 tokens, and what the tests say often."""
 
-import inspect
 import logging
 import os
 
@@ -11,6 +10,7 @@ os.environ["FLASH_ATTENTION_TRITON_AMD_REF"] = "1"
 
 import pytest
 import torch
+from oracle import CACHE
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -21,13 +21,6 @@ torch.set_num_threads(1)
 
 WINDOW = 32
 VOCABULARY = 97
-
-# The name that the installed transformers gives to a cache.
-CACHE = (
-    "cache"
-    if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
-    else "past_key_values"
-)
 
 # Largest difference of two float32 computations of the same logits, which are about 2 in size.
 ROUNDING = 2e-5

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
+# The name that the installed transformers gives to a cache.
 CACHE = (
     "cache"
     if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters

@@ -5,7 +5,8 @@ without a cache over the text up to there. A row is one rival and quantity, over
 """
 
 import torch
-from common import row, save, saved, smollm2
+from common import row, save, smollm2
+from report import rows_of
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -38,7 +39,7 @@ def exactness() -> None:
     stock = smollm2(torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(stock.config._name_or_path)
     ids = ids_of(tokenizer, "prose", stock.config.max_position_embeddings + STEPS)
-    done = {one["variant"] for one in saved("exactness")}
+    done = {one["variant"] for one in rows_of("exactness")}
     for name in (rivals.OURS, rivals.FORWARD, rivals.STALE):
         if name in done:
             continue

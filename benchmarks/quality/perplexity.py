@@ -5,7 +5,8 @@ tokens in it, in nats, `tokens` the end of the bin.
 """
 
 import torch
-from common import row, save, saved, smollm2
+from common import row, save, smollm2
+from report import rows_of
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -33,7 +34,7 @@ def measure(bench: str, wanted: list[tuple[str, str, dict[str, int]]]) -> None:
     """Appends rows of text, rival and options, but for those that are there."""
     stock = smollm2(torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(stock.config._name_or_path)
-    done = {(one["quantity"], one["variant"]) for one in saved(bench)}
+    done = {(one["quantity"], one["variant"]) for one in rows_of(bench)}
     for text, name, options in wanted:
         variant = " ".join((name, *(f"{key}={value}" for key, value in options.items())))
         if (text, variant) in done:

@@ -9,7 +9,8 @@ log-likelihood in nats, over texts, whose spread is in p20 and p80.
 """
 
 import torch
-from common import ROOT, row, save, saved
+from common import ROOT, row, save
+from report import rows_of
 from torch.nn.functional import cross_entropy
 from tqdm import trange
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -110,7 +111,7 @@ def answers(rival: rivals.Rival, ids: torch.Tensor, pairs: torch.Tensor) -> torc
 def recall() -> None:
     """Every rival at every length and depth."""
     stock = LlamaForCausalLM.from_pretrained(FOLDER) if FOLDER.is_dir() else train()
-    done = {(one["variant"], int(one["tokens"])) for one in saved("recall")}
+    done = {(one["variant"], int(one["tokens"])) for one in rows_of("recall")}
     for length in LENGTHS:
         generator = torch.Generator().manual_seed(length)
         drawn = [text(length, FACTS, generator) for _ in range(TEXTS)]

@@ -9,7 +9,8 @@ import random
 from collections.abc import Iterator
 
 import torch
-from common import row, save, saved, smollm2
+from common import row, save, smollm2
+from report import rows_of
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -81,7 +82,7 @@ def retrieval() -> None:
     """Every rival on two texts."""
     stock = smollm2(torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(stock.config._name_or_path)
-    done = {(one["note"], one["variant"]) for one in saved("retrieval")}
+    done = {(one["note"], one["variant"]) for one in rows_of("retrieval")}
     for text in ("prose", "report"):
         for name in rivals.NAMES:
             if (text, name) in done:
