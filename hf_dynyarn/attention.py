@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -591,9 +592,7 @@ def _goes_in_parts(
     """Whether `_sdpa_in_parts` can and should attend for queries that see all before them."""
     queries, keys = query.shape[2], key.shape[2]
     if (
-        _cpu_kernel is None
-        or query.device.type != "cpu"
-        or call.plan.backend != "sdpa"
+        call.plan.backend != "sdpa"
         or call.dropout > 0
         # The kernel's own derivative knows nothing of the log-sum-exp.
         or any(states.requires_grad for states in (query, key, value))
@@ -602,12 +601,45 @@ def _goes_in_parts(
         or keys < 2 * LEAST_KEYS
     ):
         return False
-    grouped = _grouped(query, key)
-    # Torch's own word on dtypes, sizes, strides and on which kernels are enabled.
-    choice: int = torch._fused_sdp_choice(grouped, key, value)
-    return choice == SDPBackend.FLASH_ATTENTION.value and (
-        queries > 1 or _pieces(grouped, keys) > 1
+    return _has_cpu_kernel(query, key, value) and (
+        queries > 1 or _pieces(_grouped(query, key), keys) > 1
     )
+
+
+def _has_cpu_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether sdpa would run `_cpu_kernel`: torch's own word on dtypes, sizes and strides."""
+    if _cpu_kernel is None or query.device.type != "cpu":
+        return False
+    choice: int = torch._fused_sdp_choice(_grouped(query, key), key, value)
+    return choice == SDPBackend.FLASH_ATTENTION.value
+
+
+def attend_to_last(
+    scaling: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """Attends causally for queries at the last of the keys' positions, without a cache or a plan.
+
+    Args:
+        scaling: factor on the logits.
+        query: `(B, Hq, T, D)`.
+        key: `(B, Hkv, K, D)`.
+        value: `(B, Hkv, K, D)`.
+
+    Returns:
+        `(B, T, Hq, D)`
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    if queries < keys and _has_cpu_kernel(query, key, value):
+        return _sdpa_in_parts(scaling, query, key, value)
+    output = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=causal_lower_right(queries, keys),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output.transpose(1, 2)
 
 
 def _sdpa_in_parts(

@@ -1,0 +1,224 @@
+"""Where vLLM meets Dynamic YaRN: who asks for it, what is refused, what is replaced.
+
+vLLM offers plug-ins a registry of operators and one of attention backends. It has no place where
+they may judge a config, allow a longer text than the model names, or, on the CPU, choose the
+backend: there, three of its public methods are wrapped. No other module depends on how vLLM works
+inside, and `TESTED` are the versions that these were seen to work with.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from ..models import FAMILIES, Family
+from ..models import head_dim as head_dim_of
+from ..rope import DYNAMIC_YARN, DynamicYaRNConfig, Schedule, make_schedule
+from ..versions import rope_parameters
+
+TESTED = ("0.32.0",)
+
+# The name of the attention backend, and the key in `VllmConfig.additional_config` under which the
+# engine tells its workers what the model asks for.
+BACKEND = "DYNAMIC_YARN"
+WISH = "hf_dynyarn"
+
+
+def register() -> None:
+    """The entry point, called by vLLM once or more in each process."""
+    if BACKEND in AttentionBackendEnum.__members__:
+        return
+    register_backend(BACKEND, f"{__package__}.backend.DynamicYaRNBackend")
+    RotaryEmbedding.register_oot(UnrotatedEmbedding, name="RotaryEmbedding")
+    _wrap(ModelConfig, "get_and_verify_max_len", _allow_longer)
+    _wrap(VllmConfig, "__post_init__", _take_over)
+    if current_platform.is_cpu():
+        _wrap(type(current_platform), "get_attn_backend_cls", _choose_backend)
+
+
+def schedule_of(vllm_config: VllmConfig) -> Schedule | None:
+    """The schedule of the engine's model, or None where it does not ask for one."""
+    wish = _wish(vllm_config)
+    return None if wish is None else _schedule(**wish)
+
+
+def interleaved(vllm_config: VllmConfig) -> bool:
+    """Whether the pairs of the model's heads lie side by side."""
+    return FAMILIES[vllm_config.model_config.hf_text_config.model_type].interleaved
+
+
+class UnrotatedEmbedding(RotaryEmbedding):
+    """vLLM's rotary embedding; in a model that asks for Dynamic YaRN it rotates nothing.
+
+    It stands in for `RotaryEmbedding` in all models, but not for the classes derived from it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        vllm_config = get_current_vllm_config()
+        schedule = schedule_of(vllm_config)
+        self.rotates = schedule is None
+        if schedule is None:
+            return
+        expected = (schedule.rotary_dim, not interleaved(vllm_config))
+        if (self.rotary_dim, self.is_neox_style) != expected:
+            raise ValueError(
+                f"rotary_dim and is_neox_style of {DYNAMIC_YARN} in this family must be "
+                f"{expected}, got {(self.rotary_dim, self.is_neox_style)}. Serve the model with "
+                "another rope_type."
+            )
+
+    def forward(
+        self,
+        positions: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Takes and gives what `RotaryEmbedding` does."""
+        if self.rotates:
+            return super().forward(positions, query, key, **kwargs)
+        return query, key
+
+
+def _allow_longer(stock: Callable[..., int], config: ModelConfig, max_model_len: int) -> int:
+    """`ModelConfig.get_and_verify_max_len`: a model that stretches has no longest text."""
+    text_config = config.hf_text_config
+    if _rope_type(text_config) == DYNAMIC_YARN:
+        _check_model(config)
+        if max_model_len is not None and max_model_len > 0:
+            # vLLM's own name for a length beyond `max_position_embeddings`.
+            text_config.model_max_length = max_model_len
+    return stock(config, max_model_len)
+
+
+def _take_over(stock: Callable[..., None], config: VllmConfig, *args: Any, **kwargs: Any) -> None:
+    """`VllmConfig.__post_init__`: checks the engine, and makes it ours where the model asks."""
+    model_config = config.model_config
+    if model_config is not None and _rope_type(model_config.hf_text_config) == DYNAMIC_YARN:
+        _check_model(model_config)
+        _check_engine(config)
+        text_config = model_config.hf_text_config
+        rope = dict(text_config.rope_parameters)
+        config.additional_config[WISH] = {
+            "rope": rope,
+            "head_dim": head_dim_of(text_config),
+            "max_position_embeddings": text_config.max_position_embeddings,
+        }
+        config.attention_config.backend = AttentionBackendEnum[BACKEND]
+        # vLLM knows no such type. Our embedding stands where it makes one of the default type; with
+        # the options beside it, vLLM does not share that with another model of the process.
+        text_config.rope_parameters = {**rope, "rope_type": "default", WISH: True}
+    stock(config, *args, **kwargs)
+
+
+def _choose_backend(
+    stock: Callable[..., str], selected_backend: AttentionBackendEnum, *args: Any, **kwargs: Any
+) -> str:
+    """`Platform.get_attn_backend_cls`: on the CPU, vLLM takes its own whatever was selected."""
+    if selected_backend is not None and selected_backend.name == BACKEND:
+        path: str = selected_backend.get_path()
+        return path
+    return stock(selected_backend, *args, **kwargs)
+
+
+def _check_model(config: ModelConfig) -> None:
+    """Refuses what is no supported model, with the reason.
+
+    Raises:
+        ValueError: vLLM's version, the model or its rope parameters are not supported.
+        TypeError: the rope parameters have unknown keys, or values of the wrong type.
+    """
+    if vllm.__version__ not in TESTED:
+        raise ValueError(
+            f"vLLM must be of version {' or '.join(TESTED)} for rope_type {DYNAMIC_YARN!r}, got "
+            f"{vllm.__version__}. Install one of these, or leave the rope_type out."
+        )
+    text_config = config.hf_text_config
+    families = [name for name, family in FAMILIES.items() if _is_served(family)]
+    if text_config.model_type not in families:
+        raise ValueError(
+            f"rope_type {DYNAMIC_YARN!r} in vLLM must be of a model of the families {families}, "
+            f"got model_type {text_config.model_type!r}. Leave the rope_type out."
+        )
+    for name, refused in {
+        "one of images": config.is_multimodal_model,
+        "an encoder-decoder": config.is_encoder_decoder,
+        "one with multi-head latent attention": config.use_mla,
+        "one with dual chunk attention": hasattr(text_config, "dual_chunk_attention_config"),
+        "served through transformers (model_impl)": config.using_transformers_backend(),
+        f"run for {config.runner_type}": config.runner_type != "generate",
+    }.items():
+        if refused:
+            raise ValueError(
+                f"a model of rope_type {DYNAMIC_YARN!r} must be a causal language model of vLLM's "
+                f"own that generates text, got {name}. Leave the rope_type out."
+            )
+    _schedule(
+        rope_parameters(text_config), head_dim_of(text_config), text_config.max_position_embeddings
+    )
+
+
+def _is_served(family: Family) -> bool:
+    """Whether all layers of a family rotate, alike, and attend as any backend does."""
+    every_layer = family.rotates is Family.rotates
+    return every_layer and not (family.by_layer_type or family.backends)
+
+
+def _check_engine(config: VllmConfig) -> None:
+    """Refuses engine options under which the results would be wrong, or were never seen.
+
+    Raises:
+        ValueError: one of them is set.
+    """
+    speculative, parallel = config.speculative_config, config.parallel_config
+    for name, got, allowed in (
+        ("kv_cache_dtype", config.cache_config.cache_dtype, ("auto", "float16", "bfloat16")),
+        ("attention_backend", config.attention_config.backend, (None,)),
+        ("decode_context_parallel_size", parallel.decode_context_parallel_size, (1,)),
+        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, (1,)),
+        # Draft models would use the backend too, and rotate twice.
+        ("speculative_config.method", speculative and speculative.method, (None, "ngram")),
+        ("kv_transfer_config", config.kv_transfer_config, (None,)),
+    ):
+        if got not in allowed:
+            raise ValueError(
+                f"{name} must be {' or '.join(map(repr, allowed))} with rope_type "
+                f"{DYNAMIC_YARN!r}, got {got!r}. Leave it out."
+            )
+    if not isinstance(config.additional_config, dict):
+        raise ValueError(
+            f"additional_config must be a dict with rope_type {DYNAMIC_YARN!r}, got "
+            f"{type(config.additional_config).__name__}."
+        )
+
+
+def _schedule(rope: dict[str, Any], head_dim: int, max_position_embeddings: int) -> Schedule:
+    return make_schedule(rope, head_dim, max_position_embeddings, DynamicYaRNConfig())
+
+
+def _wish(vllm_config: VllmConfig) -> dict[str, Any] | None:
+    config = vllm_config.additional_config
+    return config.get(WISH) if isinstance(config, dict) else None
+
+
+def _rope_type(text_config: Any) -> str | None:
+    return (getattr(text_config, "rope_parameters", None) or {}).get("rope_type")
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    """Puts `wrapper(stock, ...)` in the place of a method."""
+    method = vars(owner)[name]
+    stock = getattr(owner, name)
+
+    @wraps(stock)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(stock, *args, **kwargs)
+
+    setattr(owner, name, staticmethod(wrapped) if isinstance(method, classmethod) else wrapped)
