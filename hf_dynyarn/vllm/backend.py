@@ -1,19 +1,18 @@
-"""vLLM's attention over un-rotated keys, in torch operations for any device.
+"""vLLM's attention over un-rotated keys, for any device that torch runs on.
 
-Once per step the builder sorts the step's queries into `Read`s, each of which reads the keys of
-some requests from the paged cache, and `Run`s of queries that share them and one scale. In each
-layer, a read gathers its blocks into a scratch of fixed size, and each of its runs rotates the
-keys there with its own frequencies and attends.
+Once per step the builder cuts each request's queries where the scale changes. Pieces of one query,
+which is what decoding has, go together through the kernels of `kernels.py`. For a longer piece, as
+prompts have, the keys are gathered from the cache into a scratch of fixed size, rotated, and
+attended to by torch's own attention.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -27,20 +26,22 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from ..attention import attend_to_last
-from ..rope import rotary_tables, rotate
+from ..rope import DYNAMIC_YARN, rotary_tables, rotate
+from .kernels import decode
 from .plugin import BACKEND, interleaved, schedule_of
 
-# Positions for which a table is made at once, so that it is not made anew in each step.
-TABLE = 1024
+# Positions that tables have room for, if the longest text is no longer: 32 MiB for heads of 64
+# numbers in float32.
+ROOM = 1 << 16
 
-# Tables that are kept, in lengths of the longest text.
-KEPT_TABLES = 8
+# Tables are made for so many more positions at a time, to serve for as many steps.
+AHEAD = 1024
 
 
 class DynamicYaRNBackend(AttentionBackend):
     """What vLLM asks about the attention before it makes any.
 
-    A block of the cache is `(Hkv, block_size, 2 D)`: beside the key of a token lies its value.
+    A block of the cache is `(Hkv, 2, block_size, D)`: un-rotated keys, and values.
     """
 
     forward_includes_kv_cache_update: bool = False
@@ -68,86 +69,143 @@ class DynamicYaRNBackend(AttentionBackend):
 
 
 @dataclass(frozen=True)
-class Run:
-    """Queries with one scale: of one request, or one of each request of a read.
+class Piece:
+    """Queries of one request with one scale, the last of the keys that they see.
 
     Attributes:
-        tokens: their places among the tokens of the step, `(B * T,)`.
-        keys: how many keys they see at most.
-        cos: of the keys, `(1, keys, D/2)`.
-        sin: of the keys, `(1, keys, D/2)`.
-        own: cos and sin of the queries, `(B, T, D/2)` each.
-        mask: `(B, 1, 1, keys)`, True at the keys that a request has; None where all have all.
+        request: its number in the step.
+        start: place of the first query among the tokens of the step.
+        stop: place after the last one.
+        keys: how many keys the last one sees.
+        scale: of the queries.
     """
 
-    tokens: torch.Tensor
+    request: int
+    start: int
+    stop: int
     keys: int
-    cos: torch.Tensor
-    sin: torch.Tensor
-    own: tuple[torch.Tensor, torch.Tensor]
-    mask: torch.Tensor | None = None
+    scale: float
 
 
 @dataclass(frozen=True)
-class Read:
-    """Requests with the same number of blocks.
+class Singles:
+    """Pieces of one query: what `kernels.decode` takes, and where the queries are.
 
     Attributes:
-        blocks: rows of the cache seen as `(blocks * Hkv, block_size, 2 D)`, `(B, Hkv, n)`.
-        runs: of their queries.
+        tokens: places of the queries among the tokens of the step, `(B,)`.
+        rows: of the tables, for the queries, `(B,)`.
+        blocks: as `decode` takes it, like the next three.
+        requests: `(N,)`.
+        starts: `(N,)`.
+        keys: `(N,)`.
     """
 
+    tokens: torch.Tensor
+    rows: torch.Tensor
     blocks: torch.Tensor
+    requests: torch.Tensor
+    starts: torch.Tensor
+    keys: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Run:
+    """A piece of several queries.
+
+    Attributes:
+        tokens: places of the queries among the tokens of the step.
+        rows: of the tables, for all keys.
+        blocks: of the keys in the cache, seen as `(blocks * Hkv * 2, block_size, D)`, `(Hkv * n,)`;
+            those of the values come one after.
+    """
+
+    tokens: slice
+    rows: slice
+    blocks: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Pieces whose tables fit into the room for them at one time.
+
+    Attributes:
+        wanted: the tables to make before, length by scale; None where they were made for all
+            layers, as there is one wave.
+        singles: pieces of one query.
+        runs: the others.
+    """
+
+    wanted: dict[float, int] | None
+    singles: Singles | None
     runs: list[Run]
 
 
 @dataclass(frozen=True)
 class DynamicYaRNMetadata:
-    """One step, for all layers.
+    """One step, for all layers."""
 
-    Attributes:
-        tokens: number of tokens in the step.
-        reads: in any order.
-    """
-
-    tokens: int
-    reads: list[Read]
+    tables: "Tables"
+    waves: list[Wave]
 
 
 class Tables:
-    """Cosines and sines of the positions from 0 on, by scale; the least recently used ones go.
+    """Cosines and sines of positions from 0 on, at several scales, in a room of fixed size.
+
+    Attributes:
+        cos: `(rows, R)`, with `R` half the rotated dimension.
+        sin: `(rows, R)`.
 
     Args:
         vllm_config: the engine's.
         device: of the tables.
+        spare: rows that may be read beyond the last table, though not used.
     """
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, spare: int) -> None:
         self.schedule = schedule_of(vllm_config)
-        self.dtype, self.device = vllm_config.model_config.dtype, device
-        self.longest = vllm_config.model_config.max_model_len
-        self._kept: dict[float, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.room = max(ROOM, self.length(vllm_config.model_config.max_model_len))
+        shape = (self.room + spare, self.schedule.rotary_dim // 2)
+        dtype = vllm_config.model_config.dtype
+        self.cos = torch.zeros(shape, dtype=dtype, device=device)
+        self.sin = torch.zeros(shape, dtype=dtype, device=device)
+        self._made: dict[float, tuple[int, int]] = {}  # first row and length by scale
 
-    def get(self, scale: float, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gives cos and sin, `(1, length, D/2)` each."""
-        tables = self._kept.pop(scale, None)
-        if tables is None or tables[0].shape[1] < length:
-            tables = self._make(scale, min(-(-length // TABLE) * TABLE, self.longest))
-        self._kept[scale] = tables  # the last one
-        sizes = (cos.shape[1] for cos, _ in self._kept.values())
-        excess = sum(sizes) - KEPT_TABLES * self.longest
-        while excess > 0:
-            excess -= self._kept.pop(next(iter(self._kept)))[0].shape[1]
-        return tables[0][:, :length], tables[1][:, :length]
+    @staticmethod
+    def length(keys: int) -> int:
+        """How long a table for so many keys is made."""
+        return -(-keys // AHEAD) * AHEAD
 
-    def _make(self, scale: float, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        scales = torch.tensor([scale], dtype=torch.float64)
-        return rotary_tables(
-            torch.arange(length, device=self.device)[None],
-            self.schedule.inv_freq(scales).to(self.device),
-            self.schedule.gain(scales).to(self.device),
-            self.dtype,
+    def make(self, wanted: dict[float, int], anew: bool = False) -> dict[float, int]:
+        """Makes the tables that are not there.
+
+        Args:
+            wanted: length of each by its scale; together no longer than the room.
+            anew: forget all others first, so that the same request always gets the same rows.
+
+        Returns:
+            first row of each, by its scale.
+        """
+        missing = [
+            scale for scale, length in wanted.items() if self._made.get(scale, (0, 0))[1] < length
+        ]
+        used = sum(length for _, length in self._made.values())
+        if anew or used + sum(wanted[scale] for scale in missing) > self.room:
+            self._made, missing, used = {}, list(wanted), 0
+        for scale in missing:
+            used = self._make(scale, used, wanted[scale])
+        return {scale: self._made[scale][0] for scale in wanted}
+
+    def _make(self, scale: float, first: int, length: int) -> int:
+        scales, device = torch.tensor([scale], dtype=torch.float64), self.cos.device
+        cos, sin = rotary_tables(
+            torch.arange(length, device=device)[None],
+            self.schedule.inv_freq(scales).to(device),
+            self.schedule.gain(scales).to(device),
+            self.cos.dtype,
         )
+        self.cos[first : first + length], self.sin[first : first + length] = cos[0], sin[0]
+        self._made[scale] = (first, length)
+        return first + length
 
 
 class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
@@ -161,7 +219,7 @@ class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.tables = Tables(vllm_config, device)
+        self.tables = Tables(vllm_config, device, spare=kv_cache_spec.block_size)
         self.heads = torch.arange(kv_cache_spec.num_kv_heads, device=device)[:, None]
 
     def build(
@@ -173,91 +231,104 @@ class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
         """Called by vLLM once per step."""
         bounds = common_attn_metadata.query_start_loc_cpu.tolist()
         lengths = common_attn_metadata.seq_lens.tolist()
-        requests = list(zip(range(len(lengths)), bounds, bounds[1:], lengths, strict=False))
-        single = [
-            (request, start, length)
-            for request, start, stop, length in requests
-            if stop == start + 1
+        blocks = common_attn_metadata.block_table_tensor.long()
+        pieces = [
+            piece
+            for request, length in enumerate(lengths)
+            for piece in self._pieces(request, *bounds[request : request + 2], length)
         ]
-        reads = list(self._reads_of_one(single, common_attn_metadata.block_table_tensor))
-        for request, start, stop, length in requests:
-            if stop > start + 1:
-                row = common_attn_metadata.block_table_tensor[request : request + 1]
-                runs = list(self._runs(start, stop, length))
-                reads.append(Read(self._blocks(row, length), runs))
-        return DynamicYaRNMetadata(common_attn_metadata.num_actual_tokens, reads)
+        packed = list(self._pack(pieces))
+        several = len(packed) > 1
+        waves = []
+        for wanted, members in packed:
+            firsts = self.tables.make(wanted, anew=several)
+            single = [piece for piece in members if piece.stop - piece.start == 1]
+            runs = [
+                self._run(piece, firsts, blocks)
+                for piece in members
+                if piece.stop - piece.start > 1
+            ]
+            singles = self._singles(single, firsts, blocks) if single else None
+            waves.append(Wave(wanted if several else None, singles, runs))
+        return DynamicYaRNMetadata(self.tables, waves)
 
-    def _reads_of_one(
-        self, requests: list[tuple[int, int, int]], table: torch.Tensor
-    ) -> Iterator[Read]:
-        """Batches requests with one query each: number, place of the query, length."""
-        size, longest = self.kv_cache_spec.block_size, self.tables.longest
-        positions = torch.tensor([[length - 1 for _, _, length in requests]])
-        scales = self.tables.schedule.scale(positions)[0].tolist()
-        pairs = zip(requests, scales, strict=True)
-        kinds = [(-(-length // size), scale) for (_, _, length), scale in pairs]
-        ordered = sorted(zip(kinds, requests, strict=True))
-        for (blocks, scale), group in groupby(ordered, key=lambda one: one[0]):
-            members = [request for _, request in group]
-            # As many as fit into the scratch.
-            count = max(1, longest // (blocks * size))
-            for first in range(0, len(members), count):
-                yield self._read_of_one(members[first : first + count], scale, table)
-
-    def _read_of_one(
-        self, requests: list[tuple[int, int, int]], scale: float, table: torch.Tensor
-    ) -> Read:
-        numbers, places, lengths = (
-            torch.tensor(column, device=self.device) for column in zip(*requests, strict=True)
-        )
-        keys = max(length for _, _, length in requests)
-        cos, sin = self.tables.get(scale, keys)
-        mask = None
-        if any(length < keys for _, _, length in requests):
-            mask = torch.arange(keys, device=self.device) < lengths[:, None]
-            mask = mask[:, None, None]
-        own = cos[0, lengths - 1][:, None], sin[0, lengths - 1][:, None]
-        run = Run(places, keys, cos, sin, own, mask)
-        return Read(self._blocks(table[numbers], keys), [run])
-
-    def _runs(self, start: int, stop: int, length: int) -> Iterator[Run]:
+    def _pieces(self, request: int, start: int, stop: int, length: int) -> Iterator[Piece]:
         """Cuts the queries `[start, stop)` of a request, its last ones, where the scale changes."""
         past = length - (stop - start)
         scales = self.tables.schedule.scale(torch.arange(past, length)[None])[0]
         values, counts = scales.unique_consecutive(return_counts=True)
         for scale, count in zip(values.tolist(), counts.tolist(), strict=True):
-            keys = past + count
-            cos, sin = self.tables.get(scale, keys)
-            tokens = torch.arange(start, start + count, device=self.device)
-            yield Run(tokens, keys, cos, sin, (cos[:, past:], sin[:, past:]))
-            start, past = start + count, keys
+            past += count
+            yield Piece(request, start, start + count, past, scale)
+            start += count
 
-    def _blocks(self, table: torch.Tensor, keys: int) -> torch.Tensor:
-        """The blocks of `keys` tokens, for each head: `(B, Hkv, n)`."""
-        count = -(-keys // self.kv_cache_spec.block_size)
-        return table[:, None, :count] * len(self.heads) + self.heads
+    def _pack(self, pieces: list[Piece]) -> Iterator[tuple[dict[float, int], list[Piece]]]:
+        """Sorts pieces by scale into waves, each with the tables that it wants."""
+        wanted: dict[float, int] = {}
+        members: list[Piece] = []
+        for piece in sorted(pieces, key=lambda piece: piece.scale):
+            length = self.tables.length(piece.keys)
+            more = {**wanted, piece.scale: max(length, wanted.get(piece.scale, 0))}
+            if sum(more.values()) > self.tables.room:
+                yield wanted, members
+                more, members = {piece.scale: length}, []
+            wanted = more
+            members.append(piece)
+        yield wanted, members
+
+    def _singles(
+        self, pieces: list[Piece], firsts: dict[float, int], table: torch.Tensor
+    ) -> Singles:
+        size = self.kv_cache_spec.block_size
+        first, token, length, number = (
+            torch.tensor(column)
+            for column in zip(
+                *((firsts[one.scale], one.start, one.keys, one.request) for one in pieces),
+                strict=True,
+            )
+        )
+        counts = -(-length // size)
+        requests = torch.arange(len(pieces)).repeat_interleave(counts)
+        # Places of the blocks in their requests.
+        places = torch.arange(len(requests)) - (counts.cumsum(0) - counts)[requests]
+        keys = (length[requests] - places * size).clamp(max=size)
+        starts = first[requests] + places * size
+        device = self.device
+        blocks = table[number[requests].to(device), places.to(device)]
+        return Singles(
+            token.to(device),
+            (first + length - 1).to(device),
+            blocks,
+            requests.to(device),
+            starts.to(device),
+            keys.to(device),
+        )
+
+    def _run(self, piece: Piece, firsts: dict[float, int], table: torch.Tensor) -> Run:
+        count = -(-piece.keys // self.kv_cache_spec.block_size)
+        blocks = (table[piece.request, :count] * len(self.heads) + self.heads) * 2
+        first = firsts[piece.scale]
+        rows = slice(first, first + piece.keys)
+        return Run(slice(piece.start, piece.stop), rows, blocks.flatten())
 
 
 class Scratch:
-    """What one read gathers and one run rotates, of one layer.
+    """Room for the keys and values of one request in one layer.
 
     Args:
-        heads: key heads.
-        tokens: how many at most.
-        head_dim: dimension of a head.
+        size: numbers in the keys of the longest text.
     """
 
     _shared: ClassVar[WeakValueDictionary[Any, "Scratch"]] = WeakValueDictionary()
 
-    def __init__(self, heads: int, tokens: int, head_dim: int) -> None:
-        self.gathered = torch.empty(heads * tokens * 2 * head_dim)
-        self.rotated = torch.empty(heads * tokens * head_dim)
+    def __init__(self, size: int) -> None:
+        self.gathered, self.rotated = torch.empty(2, size)
 
     @classmethod
-    def shared(cls, *shape: int) -> "Scratch":
-        """The one of all layers of this shape, which attend one after the other."""
-        key = (*shape, torch.get_default_dtype(), torch.get_default_device())
-        scratch = cls._shared.get(key) or cls(*shape)
+    def shared(cls, size: int) -> "Scratch":
+        """The one of all such layers of a process, which attend one after the other."""
+        key = (size, torch.get_default_dtype(), torch.get_default_device())
+        scratch = cls._shared.get(key) or cls(size)
         cls._shared[key] = scratch
         return scratch
 
@@ -299,7 +370,7 @@ class DynamicYaRNAttention(AttentionImpl[DynamicYaRNMetadata]):
         ):
             if refused:
                 raise ValueError(
-                    f"{name} of an attention layer of rope_type 'dynamic_yarn' must be as in a "
+                    f"{name} of an attention layer of rope_type {DYNAMIC_YARN!r} must be as in a "
                     f"decoder that sees all {longest} tokens before it, got {value!r}. Serve the "
                     "model with another rope_type, or a sliding window with a lower max_model_len."
                 )
@@ -307,7 +378,7 @@ class DynamicYaRNAttention(AttentionImpl[DynamicYaRNMetadata]):
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.interleaved = interleaved(vllm_config)
         size = vllm_config.cache_config.block_size
-        self.scratch = Scratch.shared(num_kv_heads, -(-longest // size) * size, head_size)
+        self.scratch = Scratch.shared(num_kv_heads * -(-longest // size) * size * head_size)
 
     def do_kv_cache_update(
         self,
@@ -328,8 +399,9 @@ class DynamicYaRNAttention(AttentionImpl[DynamicYaRNMetadata]):
         """
         size = kv_cache.shape[2]
         slots = slot_mapping.clamp(min=0)
-        states = torch.cat((key, value), dim=-1)[: len(slots)]
-        kv_cache[slots // size, :, slots % size] = states
+        cache = self._halves(kv_cache)
+        for half, states in enumerate((key, value)):
+            cache[slots // size, :, half, slots % size] = states[: len(slots)]
 
     def forward(
         self,
@@ -358,43 +430,59 @@ class DynamicYaRNAttention(AttentionImpl[DynamicYaRNMetadata]):
         """
         if attn_metadata is None:
             return output.fill_(0)
-        rows = kv_cache.view(-1, *kv_cache.shape[2:])  # (blocks * Hkv, block_size, 2 D)
+        cache = self._halves(kv_cache)
         result = output.view(-1, self.num_heads, self.head_size)
-        for read in attn_metadata.reads:
-            keys, values = self._gather(rows, read.blocks)
-            for run in read.runs:
-                queries = query[run.tokens].view(len(keys), -1, *query.shape[1:]).transpose(1, 2)
-                queries = rotate(queries, *run.own, self.interleaved)
-                rotated = self._rotate(keys[:, :, : run.keys], run)
-                attended = self._attend(queries, rotated, values[:, :, : run.keys], run.mask)
-                result[run.tokens] = attended.flatten(0, 1)
+        tables = attn_metadata.tables
+        for wave in attn_metadata.waves:
+            if wave.wanted is not None:
+                tables.make(wave.wanted, anew=True)
+            for run in wave.runs:
+                result[run.tokens] = self._attend(query[run.tokens], cache, run, tables)
+            if wave.singles is not None:
+                tokens = wave.singles.tokens
+                result[tokens] = self._decode(query[tokens], cache, wave.singles, tables)
         return output
 
-    def _gather(
-        self, rows: torch.Tensor, blocks: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of some blocks, `(B, Hkv, n * block_size, D)` each."""
-        size, width = rows.shape[1:]
-        gathered = self.scratch.gathered[: blocks.numel() * size * width].view(-1, size, width)
-        torch.index_select(rows, 0, blocks.flatten(), out=gathered)
-        keys, values = gathered.view(*blocks.shape[:2], -1, width).split(self.head_size, -1)
-        return keys, values
-
-    def _rotate(self, keys: torch.Tensor, run: Run) -> torch.Tensor:
-        out = self.scratch.rotated[: keys.numel()].view(keys.shape)
-        return rotate(keys, run.cos, run.sin, self.interleaved, out=out)
-
     def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
+        self, query: torch.Tensor, cache: torch.Tensor, run: Run, tables: Tables
     ) -> torch.Tensor:
-        """Attends for `(B, Hq, T, D)`, gives `(B, T, Hq, D)`."""
-        if query.shape[2] > 1:
-            return attend_to_last(self.scale, query, key, value)
-        # The query heads of a group as more queries of their key head.
-        grouped = query.view(len(query), self.num_kv_heads, -1, self.head_size)
-        output = scaled_dot_product_attention(grouped, key, value, mask, scale=self.scale)
-        return output.reshape(len(query), 1, self.num_heads, self.head_size)
+        """Attends for `(T, Hq, D)` of one request, gives the like."""
+        cos, sin = tables.cos[None, run.rows], tables.sin[None, run.rows]
+        own = cos[:, -len(query) :], sin[:, -len(query) :]
+        rotated = rotate(query.transpose(0, 1)[None], *own, self.interleaved)
+        keys = self._gather(cache, run.blocks, cos.shape[1])
+        out = self.scratch.rotated[: keys.numel()].view(keys.shape)
+        keys = rotate(keys, cos, sin, self.interleaved, out=out)
+        values = self._gather(cache, run.blocks + 1, cos.shape[1])
+        return attend_to_last(self.scale, rotated, keys, values)[0]
+
+    def _gather(self, cache: torch.Tensor, blocks: torch.Tensor, count: int) -> torch.Tensor:
+        """The first `count` keys, or values, in some blocks: `(1, Hkv, count, D)`."""
+        rows = cache.view(-1, *cache.shape[3:])
+        shape = (len(blocks), *rows.shape[1:])
+        out = self.scratch.gathered[: math.prod(shape)].view(shape)
+        torch.index_select(rows, 0, blocks, out=out)
+        return out.view(1, self.num_kv_heads, -1, self.head_size)[:, :, :count]
+
+    def _decode(
+        self, query: torch.Tensor, cache: torch.Tensor, singles: Singles, tables: Tables
+    ) -> torch.Tensor:
+        """Attends for `(B, Hq, D)` of as many requests, gives the like."""
+        own = tables.cos[singles.rows][:, None], tables.sin[singles.rows][:, None]
+        rotated = rotate(query[:, :, None], *own, self.interleaved).float() * self.scale
+        output = decode(
+            rotated.view(len(query), self.num_kv_heads, -1, self.head_size),
+            cache,
+            singles.blocks,
+            singles.requests,
+            singles.starts,
+            singles.keys,
+            tables.cos,
+            tables.sin,
+            self.interleaved,
+        )
+        return output.view(query.shape).to(query.dtype)
+
+    def _halves(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The cache as `(blocks, Hkv, 2, block_size, D)`."""
+        return kv_cache.view(*kv_cache.shape[:2], 2, -1, self.head_size)

@@ -1,0 +1,114 @@
+"""Decoding over un-rotated keys in a paged cache, compiled by torch for the device at hand.
+
+One query of each request attends to each block of the request by itself, and the results are
+merged. A key is rotated in the registers of the kernel that multiplies it, and never written.
+
+As operations of torch one by one, these functions would write what is rotated several times over;
+that is why they are always compiled, like the kernels that vLLM brings along.
+"""
+
+import torch
+
+# What is read several times (a rotated key, by each query head of its group) is computed as often.
+FUSED = {"realize_reads_threshold": 1000, "realize_opcount_threshold": 1000}
+
+
+def decode(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    blocks: torch.Tensor,
+    requests: torch.Tensor,
+    starts: torch.Tensor,
+    keys: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Attends for one query of each request.
+
+    Args:
+        query: `(B, Hkv, G, D)` float32, rotated and scaled: those of a group beside one another.
+        cache: `(blocks, Hkv, 2, block_size, D)`, un-rotated keys and values.
+        blocks: places in the cache of all blocks of all requests, `(N,)`.
+        requests: whose they are, `(N,)`.
+        starts: rows of `cos` and `sin` for the first key of each block, `(N,)`.
+        keys: how many keys each block has for its request, from 1 to `block_size`, `(N,)`.
+        cos: `(P, R)`, with `R` half the rotated dimension.
+        sin: `(P, R)`.
+        interleaved: whether the pairs of a key lie side by side; those of `query` do not.
+
+    Returns:
+        `(B, Hkv, G, D)` float32
+    """
+    for tensor in (blocks, requests, starts, keys, query):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    logits = _scores(query, cache, blocks, requests, starts, keys, cos, sin, interleaved)
+    logits = logits.mT.contiguous()  # the keys last
+    torch._dynamo.maybe_mark_dynamic(logits, 0)
+    outputs, sums, peaks = _weigh(logits, cache, blocks, keys)
+    shape = (len(query), *peaks.shape[1:])
+    index = requests[:, None, None].expand_as(peaks)
+    peak = peaks.new_full(shape, -torch.inf).scatter_reduce_(0, index, peaks, "amax")
+    weights = (peaks - peak[requests]).exp()
+    total = peaks.new_zeros(shape).index_add_(0, requests, weights * sums)
+    output = outputs.new_zeros(query.shape).index_add_(0, requests, outputs * weights[..., None])
+    return output / total[..., None]
+
+
+@torch.compile(fullgraph=True, options=FUSED)
+def _scores(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    blocks: torch.Tensor,
+    requests: torch.Tensor,
+    starts: torch.Tensor,
+    keys: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Logits of the keys of each block, `(N, Hkv, block_size, G)`."""
+    half, size = cos.shape[-1], cache.shape[3]
+    offsets = torch.arange(size, device=cache.device)
+    rows = starts[:, None] + offsets
+    cos, sin = cos[rows][:, None].float(), sin[rows][:, None].float()  # (N, 1, block_size, R)
+    key = cache[blocks, :, 0].float()  # (N, Hkv, block_size, D)
+    if interleaved:
+        first, second = key[..., : 2 * half : 2], key[..., 1 : 2 * half : 2]
+    else:
+        first, second = key[..., :half], key[..., half : 2 * half]
+    own = query[requests][:, :, None]  # (N, Hkv, 1, G, D)
+    logits = (
+        (first * cos - second * sin)[..., None, :] * own[..., :half]
+        + (second * cos + first * sin)[..., None, :] * own[..., half : 2 * half]
+    ).sum(-1)
+    if 2 * half < key.shape[-1]:
+        logits = logits + (key[..., None, 2 * half :] * own[..., 2 * half :]).sum(-1)
+    beyond = offsets >= keys[:, None]
+    return logits.masked_fill(beyond[:, None, :, None], -torch.inf)
+
+
+@torch.compile(fullgraph=True, options=FUSED)
+def _weigh(
+    logits: torch.Tensor, cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values of each block weighted by the exponentials of its logits.
+
+    Args:
+        logits: `(N, Hkv, G, block_size)`.
+        cache: as `decode` takes it.
+        blocks: as `decode` takes it.
+        keys: as `decode` takes it.
+
+    Returns:
+        the weighted values `(N, Hkv, G, D)`, the sum of the weights and the largest logit, which
+        they are relative to, `(N, Hkv, G)` each.
+    """
+    peaks = logits.amax(-1)
+    weights = (logits - peaks[..., None]).exp()
+    # What a block holds beyond its keys may be anything, not a number included.
+    offsets = torch.arange(cache.shape[3], device=cache.device)
+    beyond = (offsets >= keys[:, None])[:, None, :, None]
+    value = cache[blocks, :, 1].float().masked_fill(beyond, 0.0)
+    outputs = (weights[..., None] * value[:, :, None]).sum(3)
+    return outputs, weights.sum(-1), peaks
