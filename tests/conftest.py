@@ -2,6 +2,7 @@
 
 import logging
 import os
+from importlib.util import find_spec
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs the network
 # flash-attn reads these when it is imported: the reference of its Triton backend, on the CPU.
@@ -15,6 +16,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_dynyarn import unpatch_llama
+
+# In an environment of its own, see `make test-vllm`.
+collect_ignore = [] if find_spec("vllm") else ["test_vllm.py"]
 
 # Models this small only lose by threads, which wait for each other.
 torch.set_num_threads(1)
@@ -101,13 +105,18 @@ def model():
     return tiny_llama()
 
 
-@pytest.fixture
-def tokenizer():
+def word_tokenizer():
+    """A word for each token: token 5 is "w5"."""
     words = Tokenizer(
         models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w1")
     )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left")
+
+
+@pytest.fixture
+def tokenizer():
+    return word_tokenizer()
 
 
 @pytest.fixture(autouse=True)

@@ -57,7 +57,7 @@ class DynamicYaRNBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return BACKEND
+        return str(BACKEND.name)
 
     @staticmethod
     def get_impl_cls() -> type["DynamicYaRNAttention"]:

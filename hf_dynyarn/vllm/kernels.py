@@ -8,6 +8,7 @@ that is why they are always compiled, like the kernels that vLLM brings along.
 """
 
 import torch
+from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 
 # What is read several times (a rotated key, by each query head of its group) is computed as often.
 FUSED = {"realize_reads_threshold": 1000, "realize_opcount_threshold": 1000}
@@ -40,11 +41,13 @@ def decode(
     Returns:
         `(B, Hkv, G, D)` float32
     """
+    # One kernel for all sizes, 1 included.
     for tensor in (blocks, requests, starts, keys, query):
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        mark_unbacked(tensor, 0)
+    mark_dynamic(cache, 0)
     logits = _scores(query, cache, blocks, requests, starts, keys, cos, sin, interleaved)
     logits = logits.mT.contiguous()  # the keys last
-    torch._dynamo.maybe_mark_dynamic(logits, 0)
+    mark_unbacked(logits, 0)
     outputs, sums, peaks = _weigh(logits, cache, blocks, keys)
     shape = (len(query), *peaks.shape[1:])
     index = requests[:, None, None].expand_as(peaks)

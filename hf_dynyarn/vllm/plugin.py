@@ -13,28 +13,50 @@ from typing import Any
 import torch
 import vllm
 from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config
+from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from ..models import FAMILIES, Family
+from ..models import FAMILIES
 from ..models import head_dim as head_dim_of
 from ..rope import DYNAMIC_YARN, DynamicYaRNConfig, Schedule, make_schedule
 from ..versions import rope_parameters
 
 TESTED = ("0.32.0",)
 
-# The name of the attention backend, and the key in `VllmConfig.additional_config` under which the
-# engine tells its workers what the model asks for.
-BACKEND = "DYNAMIC_YARN"
+# The families, by `model_type`, that vLLM has a class for in which all layers rotate, and alike.
+SERVED = (
+    "cohere",
+    "gemma",
+    "glm4",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
+
+# vLLM's place for the attention backend of a plug-in. A member of our own making would not reach the
+# workers, which learn of it before they load plug-ins.
+BACKEND = AttentionBackendEnum.CUSTOM
+PATH = f"{__package__}.backend.DynamicYaRNBackend"
+
+# The key in `VllmConfig.additional_config` under which the engine tells its workers what the model
+# asks for.
 WISH = "hf_dynyarn"
 
 
 def register() -> None:
     """The entry point, called by vLLM once or more in each process."""
-    if BACKEND in AttentionBackendEnum.__members__:
+    if op_registry_oot.get("RotaryEmbedding") is UnrotatedEmbedding:
         return
-    register_backend(BACKEND, f"{__package__}.backend.DynamicYaRNBackend")
+    if not BACKEND.is_overridden():
+        register_backend(BACKEND, PATH)
     RotaryEmbedding.register_oot(UnrotatedEmbedding, name="RotaryEmbedding")
     _wrap(ModelConfig, "get_and_verify_max_len", _allow_longer)
     _wrap(VllmConfig, "__post_init__", _take_over)
@@ -111,7 +133,7 @@ def _take_over(stock: Callable[..., None], config: VllmConfig, *args: Any, **kwa
             "head_dim": head_dim_of(text_config),
             "max_position_embeddings": text_config.max_position_embeddings,
         }
-        config.attention_config.backend = AttentionBackendEnum[BACKEND]
+        config.attention_config.backend = BACKEND
         # vLLM knows no such type. Our embedding stands where it makes one of the default type; with
         # the options beside it, vLLM does not share that with another model of the process.
         text_config.rope_parameters = {**rope, "rope_type": "default", WISH: True}
@@ -122,9 +144,8 @@ def _choose_backend(
     stock: Callable[..., str], selected_backend: AttentionBackendEnum, *args: Any, **kwargs: Any
 ) -> str:
     """`Platform.get_attn_backend_cls`: on the CPU, vLLM takes its own whatever was selected."""
-    if selected_backend is not None and selected_backend.name == BACKEND:
-        path: str = selected_backend.get_path()
-        return path
+    if selected_backend is BACKEND and BACKEND.get_path() == PATH:
+        return PATH
     return stock(selected_backend, *args, **kwargs)
 
 
@@ -141,10 +162,9 @@ def _check_model(config: ModelConfig) -> None:
             f"{vllm.__version__}. Install one of these, or leave the rope_type out."
         )
     text_config = config.hf_text_config
-    families = [name for name, family in FAMILIES.items() if _is_served(family)]
-    if text_config.model_type not in families:
+    if text_config.model_type not in SERVED:
         raise ValueError(
-            f"rope_type {DYNAMIC_YARN!r} in vLLM must be of a model of the families {families}, "
+            f"rope_type {DYNAMIC_YARN!r} in vLLM must be of a model of the families {SERVED}, "
             f"got model_type {text_config.model_type!r}. Leave the rope_type out."
         )
     for name, refused in {
@@ -163,12 +183,6 @@ def _check_model(config: ModelConfig) -> None:
     _schedule(
         rope_parameters(text_config), head_dim_of(text_config), text_config.max_position_embeddings
     )
-
-
-def _is_served(family: Family) -> bool:
-    """Whether all layers of a family rotate, alike, and attend as any backend does."""
-    every_layer = family.rotates is Family.rotates
-    return every_layer and not (family.by_layer_type or family.backends)
 
 
 def _check_engine(config: VllmConfig) -> None:
@@ -192,6 +206,12 @@ def _check_engine(config: VllmConfig) -> None:
                 f"{name} must be {' or '.join(map(repr, allowed))} with rope_type "
                 f"{DYNAMIC_YARN!r}, got {got!r}. Leave it out."
             )
+    if BACKEND.get_path() != PATH:
+        raise ValueError(
+            f"the attention backend {BACKEND.name} must be {PATH} with rope_type "
+            f"{DYNAMIC_YARN!r}, got {BACKEND.get_path()} of another plug-in. Turn that one off with "
+            "VLLM_PLUGINS=hf_dynyarn."
+        )
     if not isinstance(config.additional_config, dict):
         raise ValueError(
             f"additional_config must be a dict with rope_type {DYNAMIC_YARN!r}, got "
