@@ -2,9 +2,9 @@
 
 The text is read in chunks, which changes nothing in the result.
 
-    python examples/demo.py                     SmolLM2-135M-Instruct, 12,288 tokens of Python's
-    reference (window: 8,192) python examples/demo.py --model ID          a Llama from the Hub, or a
-    folder python examples/demo.py --compare           plain RoPE beside it
+    python examples/demo.py              SmolLM2, 12,288 tokens of Python's reference
+    python examples/demo.py --model ID   a Llama from the Hub, or a folder
+    python examples/demo.py --compare    plain RoPE beside it
 
 `make demo`, `make demo MODEL=ID` and `make demo COMPARE=1` do the same, set-up included.
 """

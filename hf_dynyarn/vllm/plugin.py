@@ -41,8 +41,8 @@ SERVED = (
     "qwen3_moe",
 )
 
-# vLLM's place for the attention backend of a plug-in. A member of our own making would not reach the
-# workers, which learn of it before they load plug-ins.
+# vLLM's place for the attention backend of a plug-in. A member of our own making would not reach
+# the workers, which learn of it before they load plug-ins.
 BACKEND = AttentionBackendEnum.CUSTOM
 PATH = f"{__package__}.backend.DynamicYaRNBackend"
 
@@ -209,8 +209,8 @@ def _check_engine(config: VllmConfig) -> None:
     if BACKEND.get_path() != PATH:
         raise ValueError(
             f"the attention backend {BACKEND.name} must be {PATH} with rope_type "
-            f"{DYNAMIC_YARN!r}, got {BACKEND.get_path()} of another plug-in. Turn that one off with "
-            "VLLM_PLUGINS=hf_dynyarn."
+            f"{DYNAMIC_YARN!r}, got {BACKEND.get_path()} of another plug-in. Turn that one off "
+            "with VLLM_PLUGINS=hf_dynyarn."
         )
     if not isinstance(config.additional_config, dict):
         raise ValueError(
