@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "results.md")
+PAGES = tuple(ROOT / page for page in ("README.md", "docs/results.md", "docs/vllm.md"))
 
 Row = dict[str, str]
 
@@ -200,8 +200,49 @@ def stairs() -> str:
     return perplexity("stairs")
 
 
+def serving() -> str:
+    """Prompts and decoding in vLLM, and where the time of decoding goes."""
+    run = fullest_run("serving")
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        for tokens, batch in sorted({(int(one["tokens"]), int(one["batch"])) for one in run}):
+            cells = [f"{tokens:,}", str(batch), dtype]
+            for quantity in ("prompt", "decode"):
+                stock, ours = (
+                    one
+                    for one in run
+                    if (one["dtype"], one["quantity"]) == (dtype, quantity)
+                    and (int(one["tokens"]), int(one["batch"])) == (tokens, batch)
+                )
+                cells += [f"{float(one['median']):,.0f}" for one in (stock, ours)]
+                cells.append(f"{float(ours['ratio']):.2f}")
+            rows.append(cells)
+    header = ["tokens", "batch", "dtype"]
+    header += ["prompt, stock, ms", "ours, ms", "stock / ours"]
+    header += ["decode, stock, ms", "ours, ms", "stock / ours"]
+    parts: dict[str, list[str]] = {}
+    for one in run:
+        if one["quantity"].startswith("decode, "):
+            name = one["quantity"].removeprefix("decode, ")
+            parts.setdefault(name, []).append(f"{float(one['median']):.1f}")
+    profiled = next(one for one in run if one["quantity"].startswith("decode, "))
+    shares = markdown(
+        ["of one step", "float32, ms", "bfloat16, ms"],
+        [[name, *times] for name, times in parts.items()],
+    )
+    return (
+        f"{markdown(header, rows)}\nThe prompts of a whole batch until the first token of each, "
+        "and one step of decoding for all, both with vLLM as it comes, compiled. SmolLM2-135M, told "
+        "that its window is 1,024 tokens, so that each request past it has a scale of its own. "
+        f"{run[0]['note']}, {conditions(run[0])}.\n\nWhere the time of a step goes at "
+        f"{int(profiled['tokens']):,} tokens, batch {profiled['batch']}; the attention in all "
+        f"holds the two kernels above it:\n\n{shares}\n"
+    )
+
+
 TABLES: dict[str, Callable[[], str]] = {
-    table.__name__: table for table in (decode, perplexity, recall, retrieval, exactness, stairs)
+    table.__name__: table
+    for table in (decode, perplexity, recall, retrieval, exactness, stairs, serving)
 }
 
 

@@ -39,13 +39,12 @@ def parse_arguments() -> argparse.Namespace:
 
 
 @contextmanager
-def serving(model: str | Path, options: dict[str, Any], **environment: str) -> Iterator[str]:
+def serving(model: str | Path, options: dict[str, Any]) -> Iterator[str]:
     """The OpenAI-compatible server of vLLM in a process of its own, as long as the context lasts.
 
     Args:
         model: Hub id or folder.
         options: of `vllm serve`, names without dashes in front; True for a flag.
-        environment: more variables for the process.
 
     Yields:
         its URL.
@@ -61,10 +60,9 @@ def serving(model: str | Path, options: dict[str, Any], **environment: str) -> I
     for name, value in {"model": model, "host": "127.0.0.1", "port": port, **options}.items():
         command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     url = f"http://127.0.0.1:{port}"
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, env={**os.environ, **environment}
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             while not _answers(url):
                 if process.poll() is not None:
@@ -137,15 +135,14 @@ def main(arguments: argparse.Namespace) -> None:
         "max-num-seqs": 4,
         "enable-prompt-tokens-details": True,
     }
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     print(f"A document of {len(ids)} tokens; the model was trained with {window}.")
-    for name, more, allow in (
-        ("vLLM with hf_dynyarn", {"hf-overrides": json.dumps({"rope_parameters": rope})}, "0"),
-        ("stock vLLM", {}, "1"),
+    for name, overrides in (
+        ("vLLM with hf_dynyarn", {"rope_parameters": rope}),
+        ("stock vLLM", {"max_position_embeddings": options["max-model-len"]}),
     ):
         print(f"\n{name}: starting ...", flush=True)
-        variables = {**environment, "VLLM_ALLOW_LONG_MAX_MODEL_LEN": allow}
-        with serving(model, {**options, **more}, **variables) as url:
+        more = {"hf-overrides": json.dumps(overrides)}
+        with serving(model, {**options, **more}) as url:
             for question in QUESTIONS:
                 text = f"{document}\n\n{question}"
                 answer, first, cached = ask(url, "model", text, arguments.new_tokens)

@@ -7,9 +7,7 @@ import json
 import os
 import subprocess
 import sys
-import time
 import urllib.request
-from socket import socket
 
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -24,6 +22,7 @@ import vllm
 from conftest import WINDOW, random_ids, tiny_llama, word_tokenizer
 from families import tiny as tiny_family
 from oracle import CACHE
+from serve import serving
 from vllm import LLM, SamplingParams
 
 from hf_dynyarn import DynamicYaRNCache, patch_llama
@@ -429,12 +428,6 @@ def test_families(tmp_path, monkeypatch, name):
     check(generate(engine(tmp_path, {**ROPE, **kept})), model)
 
 
-def free_port():
-    with socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 def post(url, path, body):
     request = urllib.request.Request(
         url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -443,50 +436,35 @@ def post(url, path, body):
         return json.load(answer)
 
 
-@pytest.fixture
-def server(folder, tmp_path):
-    """The OpenAI-compatible server as a user starts it, with an engine in a process of its own."""
-    url = f"http://127.0.0.1:{(port := free_port())}"
-    # What `vllm serve` runs; the wheel for CPUs lacks what that command asks itself first.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+def test_server(folder, stock):
+    """Started as a user does, with an engine in a process of its own."""
     options = {
-        "--model": folder,
-        "--host": "127.0.0.1",
-        "--port": port,
-        "--dtype": "float32",
-        "--block-size": 16,
-        "--max-model-len": 256,
-        "--max-num-batched-tokens": 48,
-        "--hf-overrides": json.dumps({"rope_parameters": ROPE}),
-        "--served-model-name": "tiny",
+        "dtype": "float32",
+        "block-size": 16,
+        "max-model-len": 256,
+        "max-num-batched-tokens": 48,
+        "hf-overrides": json.dumps({"rope_parameters": ROPE}),
+        "served-model-name": "tiny",
+        "enable-prompt-tokens-details": True,
+        "enforce-eager": True,
     }
-    command += [str(part) for option in options.items() for part in option]
-    command += ["--enforce-eager", "--enable-prompt-tokens-details"]
-    log = tmp_path / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output)
-        try:
-            for _ in range(120):
-                assert process.poll() is None, log.read_text()
-                try:
-                    urllib.request.urlopen(url + "/health", timeout=5)
-                    break
-                except OSError:
-                    time.sleep(1)
-            yield url
-        finally:
-            process.terminate()
-            process.wait(30)
-
-
-def test_server(server, stock):
     body = {"model": "tiny", "prompt": PROMPTS[4], "max_tokens": NEW, "temperature": 0}
     body |= {"ignore_eos": True, "logprobs": 0}
     tokens, logs = reference(stock, PROMPTS[4])
-    for cached in (0, 64):
-        answer = post(server, "/v1/completions", body)
-        (choice,) = answer["choices"]
-        assert choice["text"].split() == [f"w{token}" for token in tokens]
-        got = torch.tensor(choice["logprobs"]["token_logprobs"])
-        torch.testing.assert_close(got, logs, rtol=0, atol=ROUNDING)
-        assert (answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) == cached
+    with serving(folder, options) as url:
+        for cached in (0, 64):
+            answer = post(url, "/v1/completions", body)
+            (choice,) = answer["choices"]
+            assert choice["text"].split() == [f"w{token}" for token in tokens]
+            got = torch.tensor(choice["logprobs"]["token_logprobs"])
+            torch.testing.assert_close(got, logs, rtol=0, atol=ROUNDING)
+            details = answer["usage"]["prompt_tokens_details"] or {}
+            assert details.get("cached_tokens", 0) == cached
+
+
+def test_server_that_cannot_start(folder):
+    overrides = {"rope_parameters": {**ROPE, "factor": 4.0}}
+    options = {"hf-overrides": json.dumps(overrides), "max-model-len": 256}
+    message = r"must be among .* got \['factor'\]"
+    with pytest.raises(RuntimeError, match=message), serving(folder, options):
+        pass
