@@ -93,10 +93,14 @@ def decode() -> str:
 SPANS = ((0, 4096), (4096, 8192), (8192, 10240), (10240, 12288), (12288, 16384))
 
 
-def perplexities(bench: str) -> dict[str, dict[tuple[int, int], list[float]]]:
-    """Of each variant and span of positions, the perplexity of each text."""
+def perplexities(
+    bench: str, texts: set[str] | None = None
+) -> dict[str, dict[tuple[int, int], list[float]]]:
+    """Of each variant and span of positions, the perplexity of each text, or of some."""
     losses: dict[tuple[str, str], dict[int, float]] = {}
     for one in of_whole_texts(bench):
+        if texts is not None and one["quantity"] not in texts:
+            continue
         ends = losses.setdefault((one["variant"], one["quantity"]), {})
         ends[int(one["tokens"])] = float(one["mean"])
     found: dict[str, dict[tuple[int, int], list[float]]] = {}
@@ -108,20 +112,29 @@ def perplexities(bench: str) -> dict[str, dict[tuple[int, int], list[float]]]:
     return found
 
 
-def perplexity(bench: str = "perplexity") -> str:
-    """Perplexity by position, a geometric mean over texts."""
-    found = perplexities(bench)
+def perplexity() -> str:
+    """Perplexity by position, over texts."""
+    return perplexity_table(perplexities("perplexity"), rows_of("perplexity")[0])
+
+
+def perplexity_table(found: dict[str, dict[tuple[int, int], list[float]]], first: Row) -> str:
     header = ["tokens", *(f"{low:,} - {high:,}" for low, high in SPANS)]
     rows = [
-        [variant, *(f"{statistics.geometric_mean(spans[span]):.2f}" for span in SPANS)]
+        [
+            variant,
+            *(
+                f"{statistics.geometric_mean(spans[span]):.2f} "
+                f"({min(spans[span]):.1f} - {max(spans[span]):.1f})"
+                for span in SPANS
+            ),
+        ]
         for variant, spans in found.items()
     ]
-    texts = sorted({one["quantity"] for one in of_whole_texts(bench)})
-    first = rows_of(bench)[0]
+    texts = sorted({one["quantity"] for one in of_whole_texts("perplexity")})
     return (
         f"{markdown(header, rows)}\nPerplexity of {first['model']} (window: 8,192 tokens) by "
-        f"position, geometric mean over the real texts read so far ({', '.join(texts)}), "
-        f"{first['dtype']}. {conditions(first)}.\n"
+        f"position: geometric mean over real texts ({', '.join(texts)}), and the lowest and "
+        f"highest of them. {first['dtype']}, {conditions(first)}.\n"
     )
 
 
@@ -166,15 +179,19 @@ def retrieval() -> str:
                 total = sum(
                     float(one["mean"]) * count for one, count in zip(of_kind, counts, strict=True)
                 )
-                values.append(total / sum(counts))
-            line.append(f"{100 * values[0]:.0f} %, {values[1]:.1f}")
+                total_samples = sum(counts)
+                values.append(total / total_samples)
+            # 95 % of the normal approximation.
+            margin = 1.96 * math.sqrt(values[0] * (1 - values[0]) / total_samples)
+            line.append(f"{100 * values[0]:.0f} ± {100 * margin:.0f} %, {values[1]:.1f}")
         table.append(line)
     texts = sorted({one["note"] for one in rows})
     return (
         f"{markdown(['tokens', *(f'{length:,}' for length in lengths)], table)}\n"
-        f"{rows[0]['model']}: share of five-digit numbers found by greedy decoding, and the mean "
-        f"log-likelihood of the right one in nats. One fact in 512 tokens of real text "
-        f"({', '.join(texts)}), each asked for at each length; guessing scores -11.5.\n"
+        f"{rows[0]['model']}: share of five-digit numbers found by greedy decoding, with the 95 % "
+        "interval of its sampling, and the mean log-likelihood of the right one in nats. One fact "
+        f"in 512 tokens of real text ({', '.join(texts)}), each asked for at each length; "
+        "guessing scores -11.5.\n"
     )
 
 
@@ -197,7 +214,16 @@ def exactness() -> str:
 
 def stairs() -> str:
     """Perplexity by the width of a stair."""
-    return perplexity("stairs")
+    texts = {one["quantity"] for one in of_whole_texts("stairs")}
+    found = {
+        int(variant.rpartition("=")[2]): spans for variant, spans in perplexities("stairs").items()
+    }
+    found[256] = perplexities("perplexity", texts)["ours"]
+    named = {
+        f"every {step:,}" + (" (default)" if step == 256 else ""): found[step]
+        for step in sorted(found)
+    }
+    return perplexity_table(named, rows_of("stairs")[0])
 
 
 def serving() -> str:
@@ -232,8 +258,8 @@ def serving() -> str:
     )
     return (
         f"{markdown(header, rows)}\nThe prompts of a whole batch until the first token of each, "
-        "and one step of decoding for all, both with vLLM as it comes, compiled. SmolLM2-135M, told "
-        "that its window is 1,024 tokens, so that each request past it has a scale of its own. "
+        "and one step of decoding for all, both with vLLM as it comes, compiled. SmolLM2-135M, "
+        "told that its window is 1,024 tokens: each request past it has a scale of its own. "
         f"{run[0]['note']}, {conditions(run[0])}.\n\nWhere the time of a step goes at "
         f"{int(profiled['tokens']):,} tokens, batch {profiled['batch']}; the attention in all "
         f"holds the two kernels above it:\n\n{shares}\n"

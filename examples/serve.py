@@ -2,7 +2,7 @@
 
 The second question finds the document in vLLM's prefix cache. Then the same with stock vLLM.
 
-    python examples/serve.py              SmolLM2-135M-Instruct, 9,000 tokens of Python's reference
+    python examples/serve.py              SmolLM2-135M-Instruct, 12,000 tokens of Python's reference
     python examples/serve.py --model ID   a model from the Hub, or a folder
 
 `make demo-vllm` does the first, set-up included.
@@ -33,7 +33,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="", help="default: SmolLM2-135M-Instruct")
-    parser.add_argument("--tokens", type=int, default=9000, help="of the document")
+    parser.add_argument("--tokens", type=int, default=12000, help="of the document")
     parser.add_argument("--new-tokens", type=int, default=48, help="of each answer")
     return parser.parse_args()
 

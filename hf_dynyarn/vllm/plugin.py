@@ -6,6 +6,7 @@ backend: there, three of its public methods are wrapped. No other module depends
 inside, and `TESTED` are the versions that these were seen to work with.
 """
 
+import json
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -46,8 +47,8 @@ SERVED = (
 BACKEND = AttentionBackendEnum.CUSTOM
 PATH = f"{__package__}.backend.DynamicYaRNBackend"
 
-# The key in `VllmConfig.additional_config` under which the engine tells its workers what the model
-# asks for.
+# The key under which the rope parameters of a model that was taken over keep what it asks for, as
+# JSON. They reach all processes, and vLLM's keys for what it shares and compiles.
 WISH = "hf_dynyarn"
 
 
@@ -66,8 +67,9 @@ def register() -> None:
 
 def schedule_of(vllm_config: VllmConfig) -> Schedule | None:
     """The schedule of the engine's model, or None where it does not ask for one."""
-    wish = _wish(vllm_config)
-    return None if wish is None else _schedule(**wish)
+    text_config = vllm_config.model_config.hf_text_config
+    wish = (getattr(text_config, "rope_parameters", None) or {}).get(WISH)
+    return None if wish is None else _schedule(text_config, json.loads(wish))
 
 
 def interleaved(vllm_config: VllmConfig) -> bool:
@@ -126,17 +128,14 @@ def _take_over(stock: Callable[..., None], config: VllmConfig, *args: Any, **kwa
     if model_config is not None and _rope_type(model_config.hf_text_config) == DYNAMIC_YARN:
         _check_model(model_config)
         _check_engine(config)
-        text_config = model_config.hf_text_config
-        rope = dict(text_config.rope_parameters)
-        config.additional_config[WISH] = {
-            "rope": rope,
-            "head_dim": head_dim_of(text_config),
-            "max_position_embeddings": text_config.max_position_embeddings,
-        }
         config.attention_config.backend = BACKEND
-        # vLLM knows no such type. Our embedding stands where it makes one of the default type; with
-        # the options beside it, vLLM does not share that with another model of the process.
-        text_config.rope_parameters = {**rope, "rope_type": "default", WISH: True}
+        # vLLM knows no such type. Our embedding stands where it makes one of the default type.
+        rope = model_config.hf_text_config.rope_parameters
+        model_config.hf_text_config.rope_parameters = {
+            **rope,
+            "rope_type": "default",
+            WISH: json.dumps(rope),
+        }
     stock(config, *args, **kwargs)
 
 
@@ -180,9 +179,7 @@ def _check_model(config: ModelConfig) -> None:
                 f"a model of rope_type {DYNAMIC_YARN!r} must be a causal language model of vLLM's "
                 f"own that generates text, got {name}. Leave the rope_type out."
             )
-    _schedule(
-        rope_parameters(text_config), head_dim_of(text_config), text_config.max_position_embeddings
-    )
+    _schedule(text_config, rope_parameters(text_config))
 
 
 def _check_engine(config: VllmConfig) -> None:
@@ -212,20 +209,11 @@ def _check_engine(config: VllmConfig) -> None:
             f"{DYNAMIC_YARN!r}, got {BACKEND.get_path()} of another plug-in. Turn that one off "
             "with VLLM_PLUGINS=hf_dynyarn."
         )
-    if not isinstance(config.additional_config, dict):
-        raise ValueError(
-            f"additional_config must be a dict with rope_type {DYNAMIC_YARN!r}, got "
-            f"{type(config.additional_config).__name__}."
-        )
 
 
-def _schedule(rope: dict[str, Any], head_dim: int, max_position_embeddings: int) -> Schedule:
-    return make_schedule(rope, head_dim, max_position_embeddings, DynamicYaRNConfig())
-
-
-def _wish(vllm_config: VllmConfig) -> dict[str, Any] | None:
-    config = vllm_config.additional_config
-    return config.get(WISH) if isinstance(config, dict) else None
+def _schedule(text_config: Any, rope: dict[str, Any]) -> Schedule:
+    window, dim = text_config.max_position_embeddings, head_dim_of(text_config)
+    return make_schedule(rope, dim, window, DynamicYaRNConfig())
 
 
 def _rope_type(text_config: Any) -> str | None:
