@@ -114,11 +114,13 @@ def perplexities(
 
 def perplexity() -> str:
     """Perplexity by position, over texts."""
-    return perplexity_table(perplexities("perplexity"), rows_of("perplexity")[0])
+    return perplexity_table(perplexities("perplexity"), "perplexity")
 
 
-def perplexity_table(found: dict[str, dict[tuple[int, int], list[float]]], first: Row) -> str:
+def perplexity_table(found: dict[str, dict[tuple[int, int], list[float]]], bench: str) -> str:
     header = ["tokens", *(f"{low:,} - {high:,}" for low, high in SPANS)]
+    texts = sorted({one["quantity"] for one in of_whole_texts(bench)})
+    first = rows_of(bench)[0]
     rows = [
         [
             variant,
@@ -130,7 +132,6 @@ def perplexity_table(found: dict[str, dict[tuple[int, int], list[float]]], first
         ]
         for variant, spans in found.items()
     ]
-    texts = sorted({one["quantity"] for one in of_whole_texts("perplexity")})
     return (
         f"{markdown(header, rows)}\nPerplexity of {first['model']} (window: 8,192 tokens) by "
         f"position: geometric mean over real texts ({', '.join(texts)}), and the lowest and "
@@ -223,7 +224,7 @@ def stairs() -> str:
         f"every {step:,}" + (" (default)" if step == 256 else ""): found[step]
         for step in sorted(found)
     }
-    return perplexity_table(named, rows_of("stairs")[0])
+    return perplexity_table(named, "stairs")
 
 
 def serving() -> str:

@@ -481,6 +481,7 @@ def make_schedule(
                 f"rope_parameters[{name!r}] of the model must be None, got {rope[name]!r}. "
                 "Leave the model unpatched."
             )
+    _check_number("rope_theta", rope["rope_theta"], float, above=0)
     if rope_type == DYNAMIC_YARN:
         options = _with_wishes(options, rope)
     kind = SCHEDULE_OF[rope_type]

@@ -22,7 +22,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from ..models import FAMILIES
 from ..models import head_dim as head_dim_of
 from ..rope import DYNAMIC_YARN, DynamicYaRNConfig, Schedule, make_schedule
-from ..versions import rope_parameters
 
 TESTED = ("0.32.0",)
 
@@ -114,7 +113,7 @@ class UnrotatedEmbedding(RotaryEmbedding):
 def _allow_longer(stock: Callable[..., int], config: ModelConfig, max_model_len: int) -> int:
     """`ModelConfig.get_and_verify_max_len`: a model that stretches has no longest text."""
     text_config = config.hf_text_config
-    if _rope_type(text_config) == DYNAMIC_YARN:
+    if _asks(text_config):
         _check_model(config)
         if max_model_len is not None and max_model_len > 0:
             # vLLM's own name for a length beyond `max_position_embeddings`.
@@ -125,7 +124,7 @@ def _allow_longer(stock: Callable[..., int], config: ModelConfig, max_model_len:
 def _take_over(stock: Callable[..., None], config: VllmConfig, *args: Any, **kwargs: Any) -> None:
     """`VllmConfig.__post_init__`: checks the engine, and makes it ours where the model asks."""
     model_config = config.model_config
-    if model_config is not None and _rope_type(model_config.hf_text_config) == DYNAMIC_YARN:
+    if model_config is not None and _asks(model_config.hf_text_config):
         _check_model(model_config)
         _check_engine(config)
         config.attention_config.backend = BACKEND
@@ -179,7 +178,13 @@ def _check_model(config: ModelConfig) -> None:
                 f"a model of rope_type {DYNAMIC_YARN!r} must be a causal language model of vLLM's "
                 f"own that generates text, got {name}. Leave the rope_type out."
             )
-    _schedule(text_config, rope_parameters(text_config))
+    rope = text_config.rope_parameters
+    if rope.get("rope_type") != DYNAMIC_YARN or "rope_theta" not in rope:
+        raise ValueError(
+            f"rope_parameters must be {{'rope_type': {DYNAMIC_YARN!r}, 'rope_theta': ..., ...}}, "
+            f"the same for all layers, got {rope}."
+        )
+    _schedule(text_config, rope)
 
 
 def _check_engine(config: VllmConfig) -> None:
@@ -216,8 +221,12 @@ def _schedule(text_config: Any, rope: dict[str, Any]) -> Schedule:
     return make_schedule(rope, dim, window, DynamicYaRNConfig())
 
 
-def _rope_type(text_config: Any) -> str | None:
-    return (getattr(text_config, "rope_parameters", None) or {}).get("rope_type")
+def _asks(text_config: Any) -> bool:
+    """Whether a model that was not taken over yet asks for Dynamic YaRN, in whatever spelling."""
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    of_layers = [one for one in rope.values() if isinstance(one, dict)]
+    types = [one.get(name) for one in (rope, *of_layers) for name in ("rope_type", "type")]
+    return DYNAMIC_YARN in types
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
