@@ -148,7 +148,7 @@ class Schedule(ABC):
 
     # Options of `DynamicYaRNConfig` that mean something to this kind, beside `schedule` and
     # `original_max_position_embeddings`.
-    OPTIONS: ClassVar[tuple[str, ...]] = ()
+    OPTIONS: ClassVar[tuple[str, ...]] = ("rescale_every", "max_scale")
 
     rotary_dim: int
     rope_theta: float
@@ -166,7 +166,6 @@ class Schedule(ABC):
             )
 
     @classmethod
-    @abstractmethod
     def fields_of(
         cls, rope: dict[str, Any], rotary_dim: int, options: DynamicYaRNConfig
     ) -> dict[str, Any]:
@@ -177,6 +176,7 @@ class Schedule(ABC):
             rotary_dim: the rotated dimension.
             options: what the user asks for.
         """
+        return {}
 
     @abstractmethod
     def inv_freq(self, scale: torch.Tensor) -> torch.Tensor:
@@ -237,8 +237,7 @@ class YaRNSchedule(Schedule):
     """
 
     OPTIONS = (
-        "rescale_every",
-        "max_scale",
+        *Schedule.OPTIONS,
         "beta_fast",
         "beta_slow",
         "attention_factor",
@@ -349,8 +348,6 @@ class NTKSchedule(Schedule):
         factor: the model's own.
     """
 
-    OPTIONS = ("rescale_every", "max_scale")
-
     factor: float = 1.0
 
     @classmethod
@@ -383,6 +380,8 @@ class LongRoPESchedule(Schedule):
     Raises:
         ValueError: `factor <= 1`, or a list of factors has another length than `D/2`.
     """
+
+    OPTIONS = ()
 
     factor: float = 1.0
     short_factor: tuple[float, ...] = ()

@@ -274,6 +274,22 @@ class TestCpuKernel:
         assert_close(actual, expected.transpose(1, 2), TOLERANCE[dtype])
         assert sum(length * pieces for length, pieces in parts) == keys
 
+    @pytest.mark.parametrize("kernel", [True, False], ids=["on a CPU", "elsewhere"])
+    @pytest.mark.parametrize("heads", [(6, 2), (3, 3)], ids=str)
+    @pytest.mark.parametrize("queries", [2, 33, 40])
+    def test_without_a_plan(self, queries, heads, kernel, monkeypatch):
+        if not kernel:
+            monkeypatch.setattr(attention, "_cpu_kernel", None)
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(1, heads[0], queries, 8), (1, heads[1], 40, 8), (1, heads[1], 40, 8)]
+        states = [torch.randn(shape, generator=generator) * 1.5 for shape in shapes]
+        causal = torch.ones(queries, 40, dtype=torch.bool).tril(40 - queries)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            *(one.double() for one in states), attn_mask=causal, scale=0.5, enable_gqa=True
+        )
+        actual = attention.attend_to_last(0.5, *states)
+        assert_close(actual, expected.transpose(1, 2), TOLERANCE[torch.float32])
+
     @pytest.mark.parametrize("options", [{}, {"num_key_value_heads": 4}], ids=["grouped", "not"])
     @pytest.mark.parametrize("rows", [1, 2])
     def test_any_cut_of_a_text_is_the_same(self, rows, options, monkeypatch, parts):

@@ -30,7 +30,7 @@ from ..rope import DYNAMIC_YARN, rotary_tables, rotate
 from .kernels import decode
 from .plugin import BACKEND, interleaved, schedule_of
 
-# Positions that tables have room for, if the longest text is no longer: 32 MiB for heads of 64
+# Positions that tables have room for, if the longest text is no longer: 16 MiB for heads of 64
 # numbers in float32.
 ROOM = 1 << 16
 
@@ -235,7 +235,7 @@ class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
         pieces = [
             piece
             for request, length in enumerate(lengths)
-            for piece in self._pieces(request, *bounds[request : request + 2], length)
+            for piece in self._pieces(request, bounds[request], bounds[request + 1], length)
         ]
         packed = list(self._pack(pieces))
         several = len(packed) > 1
@@ -374,8 +374,9 @@ class DynamicYaRNAttention(AttentionImpl[DynamicYaRNMetadata]):
                     f"decoder that sees all {longest} tokens before it, got {value!r}. Serve the "
                     "model with another rope_type, or a sliding window with a lower max_model_len."
                 )
-        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
-        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_size, self.scale = head_size, float(scale)
+        self.kv_cache_dtype = kv_cache_dtype
         self.interleaved = interleaved(vllm_config)
         size = vllm_config.cache_config.block_size
         self.scratch = Scratch.shared(num_kv_heads * -(-longest // size) * size * head_size)
@@ -461,8 +462,8 @@ class DynamicYaRNAttention(AttentionImpl[DynamicYaRNMetadata]):
         rows = cache.view(-1, *cache.shape[3:])
         shape = (len(blocks), *rows.shape[1:])
         out = self.scratch.gathered[: math.prod(shape)].view(shape)
-        torch.index_select(rows, 0, blocks, out=out)
-        return out.view(1, self.num_kv_heads, -1, self.head_size)[:, :, :count]
+        states = torch.index_select(rows, 0, blocks, out=out)
+        return states.view(1, self.num_kv_heads, -1, self.head_size)[:, :, :count]
 
     def _decode(
         self, query: torch.Tensor, cache: torch.Tensor, singles: Singles, tables: Tables

@@ -7,11 +7,13 @@ As operations of torch one by one, these functions would write what is rotated s
 that is why they are always compiled, like the kernels that vLLM brings along.
 """
 
+from typing import Any
+
 import torch
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 
 # What is read several times (a rotated key, by each query head of its group) is computed as often.
-FUSED = {"realize_reads_threshold": 1000, "realize_opcount_threshold": 1000}
+FUSED: dict[str, Any] = {"realize_reads_threshold": 1000, "realize_opcount_threshold": 1000}
 
 
 def decode(

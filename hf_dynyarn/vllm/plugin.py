@@ -64,11 +64,15 @@ def register() -> None:
         _wrap(type(current_platform), "get_attn_backend_cls", _choose_backend)
 
 
-def schedule_of(vllm_config: VllmConfig) -> Schedule | None:
-    """The schedule of the engine's model, or None where it does not ask for one."""
+def is_ours(vllm_config: VllmConfig) -> bool:
+    """Whether the engine's model was taken over."""
+    return WISH in (getattr(vllm_config.model_config.hf_text_config, "rope_parameters", None) or {})
+
+
+def schedule_of(vllm_config: VllmConfig) -> Schedule:
+    """The schedule of a model that was taken over."""
     text_config = vllm_config.model_config.hf_text_config
-    wish = (getattr(text_config, "rope_parameters", None) or {}).get(WISH)
-    return None if wish is None else _schedule(text_config, json.loads(wish))
+    return _schedule(text_config, json.loads(text_config.rope_parameters[WISH]))
 
 
 def interleaved(vllm_config: VllmConfig) -> bool:
@@ -85,11 +89,10 @@ class UnrotatedEmbedding(RotaryEmbedding):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         vllm_config = get_current_vllm_config()
-        schedule = schedule_of(vllm_config)
-        self.rotates = schedule is None
-        if schedule is None:
+        self.rotates = not is_ours(vllm_config)
+        if self.rotates:
             return
-        expected = (schedule.rotary_dim, not interleaved(vllm_config))
+        expected = (schedule_of(vllm_config).rotary_dim, not interleaved(vllm_config))
         if (self.rotary_dim, self.is_neox_style) != expected:
             raise ValueError(
                 f"rotary_dim and is_neox_style of {DYNAMIC_YARN} in this family must be "
@@ -105,9 +108,12 @@ class UnrotatedEmbedding(RotaryEmbedding):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Takes and gives what `RotaryEmbedding` does."""
-        if self.rotates:
-            return super().forward(positions, query, key, **kwargs)
-        return query, key
+        if not self.rotates:
+            return query, key
+        rotated: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
+            positions, query, key, **kwargs
+        )
+        return rotated
 
 
 def _allow_longer(stock: Callable[..., int], config: ModelConfig, max_model_len: int) -> int:
