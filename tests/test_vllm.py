@@ -24,6 +24,8 @@ from families import tiny as tiny_family
 from oracle import CACHE
 from serve import serving
 from vllm import LLM, SamplingParams
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from hf_dynyarn import DynamicYaRNCache, patch_llama
 from hf_dynyarn.vllm import backend, plugin
@@ -245,6 +247,18 @@ class TestExactness:
         check(generate(engine(folder)), stock)
         assert max(len(step.waves) for step in waves) > 1
 
+    def test_tables_that_grow(self, folder, stock, monkeypatch):
+        # A longer table takes new rows, and the next one must not take them too.
+        monkeypatch.setattr(backend, "AHEAD", 8)
+        llm = engine(folder, max_num_batched_tokens=16)
+        for prompt in (PROMPTS[1], PROMPTS[2], PROMPTS[4], PROMPTS[1], PROMPTS[5], PROMPTS[3]):
+            llm.reset_prefix_cache()
+            check(generate(llm, [prompt]), stock, [prompt])
+
+    def test_few_at_once(self, folder, stock, monkeypatch):
+        monkeypatch.setattr(backend, "RESULTS", 1)
+        check(generate(engine(folder)), stock)
+
     def test_compiled_model(self, folder, stock):
         check(generate(engine(folder, enforce_eager=False)), stock)
 
@@ -305,6 +319,8 @@ class TestOrdinaryModels:
     SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import get_rope
 options = json.loads(sys.argv[1])
 prompts = [{"prompt_token_ids": prompt} for prompt in options.pop("prompts")]
 params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
@@ -340,6 +356,18 @@ print(json.dumps([[entry[token].logprob for token, entry in zip(one.outputs[0].t
         expected = [torch.tensor(logs) for logs in json.loads(run.stdout.splitlines()[-1])]
         for output, logs in zip(outputs, expected, strict=True):
             assert torch.equal(log_probabilities(output), logs)
+
+    def test_keep_their_switch_of_the_rotary_operator(self, folder):
+        assert plugin.UnrotatedEmbedding.name == "rotary_embedding"
+
+    def test_embeddings_without_a_model(self):
+        with set_current_vllm_config(VllmConfig()):
+            rope = get_rope(32, 64, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+        assert rope.rotates
+
+    def test_refused_backend(self, folder):
+        with pytest.raises(ValueError, match="attention_backend must be another than CUSTOM"):
+            engine(folder, rope=None, attention_backend="CUSTOM", max_model_len=32)
 
     def test_in_turn_with_others(self, folder, llm, stock):
         engine(folder, rope={**ROPE, "rescale_every": 32})
@@ -379,6 +407,12 @@ class TestAsking:
             ({"rope": {"type": "dynamic_yarn", "rope_theta": 1e4}}, "rope_parameters must be"),
             ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype must be .* got 'fp8'"),
             ({"attention_backend": "FLASH_ATTN"}, "attention_backend must be None"),
+            (
+                {"attention_config": {"backend_per_kind": {"full_attention": "CPU_ATTN"}}},
+                "per_kind",
+            ),
+            ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype must be .* got 'bfloat16'"),
+            ({"kv_offloading_size": 1}, "kv_offloading_size must be None"),
             ({"model_impl": "transformers"}, "got served through transformers"),
             ({"runner": "pooling"}, "got run for pooling"),
             (
@@ -407,6 +441,23 @@ class TestAsking:
         overrides = {"rope_parameters": ROPE, "sliding_window": 12}
         with pytest.raises(ValueError, match=r"sliding_window .* got 12"):
             engine(tmp_path, hf_overrides=overrides)
+
+    def test_refused_disabled_window(self, tmp_path):
+        save(tiny_family("mistral"), tmp_path)
+        overrides = {"rope_parameters": ROPE, "sliding_window": 12}
+        with pytest.raises(ValueError, match="got one whose sliding window is disabled"):
+            engine(tmp_path, hf_overrides=overrides, disable_sliding_window=True)
+
+    @pytest.mark.parametrize("name", ["llama_4_scaling", "layer_rope_theta"])
+    def test_refused_keys_that_only_vllm_reads(self, folder, name):
+        with pytest.raises(ValueError, match=f"got one with {name}"):
+            engine(folder, hf_overrides={"rope_parameters": ROPE, name: {"a": 1}})
+
+    def test_refused_second_engine_config(self, folder, llm):
+        config = VllmConfig(model_config=llm.llm_engine.vllm_config.model_config)
+        parameters = config.model_config.hf_text_config.rope_parameters
+        with set_current_vllm_config(config), pytest.raises(ValueError, match="alone"):
+            get_rope(32, 64, rope_parameters={**parameters, "another": 1})
 
     def test_refused_family(self, tmp_path):
         save(tiny_family("smollm3"), tmp_path)

@@ -28,11 +28,15 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from ..attention import attend_to_last
 from ..rope import DYNAMIC_YARN, rotary_tables, rotate
 from .kernels import decode
-from .plugin import BACKEND, interleaved, schedule_of
+from .plugin import BACKEND, interleaved, is_own_dtype, schedule_of
 
 # Positions that tables have room for, if the longest text is no longer: 16 MiB for heads of 64
 # numbers in float32.
 ROOM = 1 << 16
+
+# Numbers in the results of single blocks that decoding holds at a time: 64 MiB, or what the longest
+# text takes, if that is more.
+RESULTS = 1 << 24
 
 # Tables are made for so many more positions at a time, to serve for as many steps.
 AHEAD = 1024
@@ -131,12 +135,12 @@ class Wave:
     Attributes:
         wanted: the tables to make before, length by scale; None where they were made for all
             layers, as there is one wave.
-        singles: pieces of one query.
+        singles: pieces of one query, as many at a time as there is memory for.
         runs: the others.
     """
 
     wanted: dict[float, int] | None
-    singles: Singles | None
+    singles: list[Singles]
     runs: list[Run]
 
 
@@ -188,7 +192,8 @@ class Tables:
         missing = [
             scale for scale, length in wanted.items() if self._made.get(scale, (0, 0))[1] < length
         ]
-        used = sum(length for _, length in self._made.values())
+        # Not the sum: what a table that was made anew, longer, leaves behind is not used again.
+        used = max((first + length for first, length in self._made.values()), default=0)
         if anew or used + sum(wanted[scale] for scale in missing) > self.room:
             self._made, missing, used = {}, list(wanted), 0
         for scale in missing:
@@ -220,7 +225,27 @@ class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.tables = Tables(vllm_config, device, spare=kv_cache_spec.block_size)
-        self.heads = torch.arange(kv_cache_spec.num_kv_heads, device=device)[:, None]
+        key_heads, dim = kv_cache_spec.num_kv_heads, kv_cache_spec.head_size
+        self.heads = torch.arange(key_heads, device=device)[:, None]
+        heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
+        self.at_once = max(1, RESULTS // (heads * dim))
+        # Compiles the kernels: a missing compiler stops the start, and no request waits for it.
+        none = torch.zeros(1, dtype=torch.long, device=device)
+        decode(
+            torch.zeros(1, key_heads, heads // key_heads, dim, device=device),
+            torch.zeros(
+                (2, key_heads, 2, kv_cache_spec.block_size, dim),
+                dtype=kv_cache_spec.dtype,
+                device=device,
+            ),
+            none,
+            none.clone(),
+            none.clone(),
+            none + 1,
+            self.tables.cos,
+            self.tables.sin,
+            interleaved(vllm_config),
+        )
 
     def build(
         self,
@@ -242,14 +267,15 @@ class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
         waves = []
         for wanted, members in packed:
             firsts = self.tables.make(wanted, anew=several)
-            single = [piece for piece in members if piece.stop - piece.start == 1]
-            runs = [
-                self._run(piece, firsts, blocks)
-                for piece in members
-                if piece.stop - piece.start > 1
-            ]
-            singles = self._singles(single, firsts, blocks) if single else None
-            waves.append(Wave(wanted if several else None, singles, runs))
+            singles = [piece for piece in members if piece.stop - piece.start == 1]
+            runs = [piece for piece in members if piece.stop - piece.start > 1]
+            waves.append(
+                Wave(
+                    wanted if several else None,
+                    [self._singles(few, firsts, blocks) for few in self._few(singles)],
+                    [self._run(piece, firsts, blocks) for piece in runs],
+                )
+            )
         return DynamicYaRNMetadata(self.tables, waves)
 
     def _pieces(self, request: int, start: int, stop: int, length: int) -> Iterator[Piece]:
@@ -275,6 +301,24 @@ class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
             wanted = more
             members.append(piece)
         yield wanted, members
+
+    def _few(self, pieces: list[Piece]) -> Iterator[list[Piece]]:
+        """Parts pieces of one query, for decoding holds a result for each of their blocks."""
+        few: list[Piece] = []
+        count = 0
+        for piece in pieces:
+            blocks = self._blocks(piece.keys)
+            if few and count + blocks > self.at_once:
+                yield few
+                few, count = [], 0
+            few.append(piece)
+            count += blocks
+        if few:
+            yield few
+
+    def _blocks(self, keys: int) -> int:
+        """How many blocks so many keys take."""
+        return -(-keys // int(self.kv_cache_spec.block_size))
 
     def _singles(
         self, pieces: list[Piece], firsts: dict[float, int], table: torch.Tensor
@@ -305,8 +349,8 @@ class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
         )
 
     def _run(self, piece: Piece, firsts: dict[float, int], table: torch.Tensor) -> Run:
-        count = -(-piece.keys // self.kv_cache_spec.block_size)
-        blocks = (table[piece.request, :count] * len(self.heads) + self.heads) * 2
+        blocks = table[piece.request, : self._blocks(piece.keys)]
+        blocks = (blocks * len(self.heads) + self.heads) * 2
         first = firsts[piece.scale]
         rows = slice(first, first + piece.keys)
         return Run(slice(piece.start, piece.stop), rows, blocks.flatten())
@@ -367,6 +411,7 @@ class DynamicYaRNAttention(AttentionImpl[DynamicYaRNMetadata]):
                 kv_sharing_target_layer_name is not None,
             ),
             ("sinks", sinks, sinks is not None),
+            ("kv_cache_dtype", kv_cache_dtype, not is_own_dtype(vllm_config, kv_cache_dtype)),
         ):
             if refused:
                 raise ValueError(
@@ -439,9 +484,8 @@ class DynamicYaRNAttention(AttentionImpl[DynamicYaRNMetadata]):
                 tables.make(wave.wanted, anew=True)
             for run in wave.runs:
                 result[run.tokens] = self._attend(query[run.tokens], cache, run, tables)
-            if wave.singles is not None:
-                tokens = wave.singles.tokens
-                result[tokens] = self._decode(query[tokens], cache, wave.singles, tables)
+            for singles in wave.singles:
+                result[singles.tokens] = self._decode(query[singles.tokens], cache, singles, tables)
         return output
 
     def _attend(

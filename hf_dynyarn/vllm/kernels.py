@@ -56,7 +56,8 @@ def decode(
     peak = peaks.new_full(shape, -torch.inf).scatter_reduce_(0, index, peaks, "amax")
     weights = (peaks - peak[requests]).exp()
     total = peaks.new_zeros(shape).index_add_(0, requests, weights * sums)
-    output = outputs.new_zeros(query.shape).index_add_(0, requests, outputs * weights[..., None])
+    outputs.mul_(weights[..., None])
+    output = outputs.new_zeros(query.shape).index_add_(0, requests, outputs)
     return output / total[..., None]
 
 

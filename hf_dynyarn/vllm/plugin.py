@@ -9,6 +9,7 @@ inside, and `TESTED` are the versions that these were seen to work with.
 import json
 from collections.abc import Callable
 from functools import wraps
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -57,22 +58,30 @@ def register() -> None:
         return
     if not BACKEND.is_overridden():
         register_backend(BACKEND, PATH)
-    RotaryEmbedding.register_oot(UnrotatedEmbedding, name="RotaryEmbedding")
     _wrap(ModelConfig, "get_and_verify_max_len", _allow_longer)
     _wrap(VllmConfig, "__post_init__", _take_over)
     if current_platform.is_cpu():
         _wrap(type(current_platform), "get_attn_backend_cls", _choose_backend)
+    name = RotaryEmbedding.name
+    RotaryEmbedding.register_oot(UnrotatedEmbedding, name="RotaryEmbedding")
+    # By which a user turns it on and off, and which has just been replaced.
+    UnrotatedEmbedding.name = name
 
 
 def is_ours(vllm_config: VllmConfig) -> bool:
     """Whether the engine's model was taken over."""
-    return WISH in (getattr(vllm_config.model_config.hf_text_config, "rope_parameters", None) or {})
+    return WISH in _rope(vllm_config.model_config)
 
 
 def schedule_of(vllm_config: VllmConfig) -> Schedule:
     """The schedule of a model that was taken over."""
     text_config = vllm_config.model_config.hf_text_config
     return _schedule(text_config, json.loads(text_config.rope_parameters[WISH]))
+
+
+def is_own_dtype(vllm_config: VllmConfig, kv_cache_dtype: str) -> bool:
+    """Whether keys are cached in the dtype of the model."""
+    return kv_cache_dtype in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch."))
 
 
 def interleaved(vllm_config: VllmConfig) -> bool:
@@ -92,12 +101,22 @@ class UnrotatedEmbedding(RotaryEmbedding):
         self.rotates = not is_ours(vllm_config)
         if self.rotates:
             return
-        expected = (schedule_of(vllm_config).rotary_dim, not interleaved(vllm_config))
-        if (self.rotary_dim, self.is_neox_style) != expected:
+        schedule = schedule_of(vllm_config)
+        expected = {
+            "rotary_dim": schedule.rotary_dim,
+            "base": schedule.rope_theta,
+            "is_neox_style": not interleaved(vllm_config),
+        }
+        got = {name: getattr(self, name) for name in expected}
+        if got != expected:
             raise ValueError(
-                f"rotary_dim and is_neox_style of {DYNAMIC_YARN} in this family must be "
-                f"{expected}, got {(self.rotary_dim, self.is_neox_style)}. Serve the model with "
-                "another rope_type."
+                f"the rotary embedding of a model of rope_type {DYNAMIC_YARN!r} must have "
+                f"{expected}, got {got}. Serve the model with another rope_type."
+            )
+        if vllm_config.attention_config.backend is not BACKEND:
+            raise ValueError(
+                f"a model of rope_type {DYNAMIC_YARN!r} must be in one VllmConfig alone, got a "
+                "second one. Load the model's config again."
             )
 
     def forward(
@@ -118,9 +137,9 @@ class UnrotatedEmbedding(RotaryEmbedding):
 
 def _allow_longer(stock: Callable[..., int], config: ModelConfig, max_model_len: int) -> int:
     """`ModelConfig.get_and_verify_max_len`: a model that stretches has no longest text."""
-    text_config = config.hf_text_config
-    if _asks(text_config):
+    if _asks(config):
         _check_model(config)
+        text_config = config.hf_text_config
         if max_model_len is not None and max_model_len > 0:
             # vLLM's own name for a length beyond `max_position_embeddings`.
             text_config.model_max_length = max_model_len
@@ -130,7 +149,7 @@ def _allow_longer(stock: Callable[..., int], config: ModelConfig, max_model_len:
 def _take_over(stock: Callable[..., None], config: VllmConfig, *args: Any, **kwargs: Any) -> None:
     """`VllmConfig.__post_init__`: checks the engine, and makes it ours where the model asks."""
     model_config = config.model_config
-    if model_config is not None and _asks(model_config.hf_text_config):
+    if _asks(model_config):
         _check_model(model_config)
         _check_engine(config)
         config.attention_config.backend = BACKEND
@@ -141,6 +160,15 @@ def _take_over(stock: Callable[..., None], config: VllmConfig, *args: Any, **kwa
             "rope_type": "default",
             WISH: json.dumps(rope),
         }
+    elif (
+        config.attention_config.backend is BACKEND
+        and BACKEND.get_path() == PATH
+        and not (model_config and is_ours(config))
+    ):
+        raise ValueError(
+            f"attention_backend must be another than {BACKEND.name} for a model that does not ask "
+            f"for rope_type {DYNAMIC_YARN!r}. Leave it out."
+        )
     stock(config, *args, **kwargs)
 
 
@@ -175,7 +203,12 @@ def _check_model(config: ModelConfig) -> None:
         "one of images": config.is_multimodal_model,
         "an encoder-decoder": config.is_encoder_decoder,
         "one with multi-head latent attention": config.use_mla,
-        "one with dual chunk attention": hasattr(text_config, "dual_chunk_attention_config"),
+        **{
+            f"one with {name}": getattr(text_config, name, None) is not None
+            for name in ("dual_chunk_attention_config", "llama_4_scaling", "layer_rope_theta")
+        },
+        "one whose sliding window is disabled": config.disable_sliding_window
+        and bool(getattr(text_config, "sliding_window", None)),
         "served through transformers (model_impl)": config.using_transformers_backend(),
         f"run for {config.runner_type}": config.runner_type != "generate",
     }.items():
@@ -200,8 +233,15 @@ def _check_engine(config: VllmConfig) -> None:
         ValueError: one of them is set.
     """
     speculative, parallel = config.speculative_config, config.parallel_config
+    kv_cache_dtype = config.cache_config.cache_dtype
+    if not is_own_dtype(config, kv_cache_dtype):
+        raise ValueError(
+            f"kv_cache_dtype must be 'auto' or the model's with rope_type {DYNAMIC_YARN!r}, got "
+            f"{kv_cache_dtype!r}. Leave it out."
+        )
     for name, got, allowed in (
-        ("kv_cache_dtype", config.cache_config.cache_dtype, ("auto", "float16", "bfloat16")),
+        ("attention_config.backend_per_kind", config.attention_config.backend_per_kind, (None, {})),
+        ("kv_offloading_size", config.cache_config.kv_offloading_size, (None,)),
         ("attention_backend", config.attention_config.backend, (None,)),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, (1,)),
         ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, (1,)),
@@ -227,17 +267,23 @@ def _schedule(text_config: Any, rope: dict[str, Any]) -> Schedule:
     return make_schedule(rope, dim, window, DynamicYaRNConfig())
 
 
-def _asks(text_config: Any) -> bool:
+def _asks(config: ModelConfig | None) -> bool:
     """Whether a model that was not taken over yet asks for Dynamic YaRN, in whatever spelling."""
-    rope = getattr(text_config, "rope_parameters", None) or {}
+    rope = _rope(config)
     of_layers = [one for one in rope.values() if isinstance(one, dict)]
     types = [one.get(name) for one in (rope, *of_layers) for name in ("rope_type", "type")]
     return DYNAMIC_YARN in types
 
 
+def _rope(config: ModelConfig | None) -> dict[str, Any]:
+    """The rope parameters of a model, empty where it has none."""
+    rope = config and getattr(config.hf_text_config, "rope_parameters", None)
+    return rope if isinstance(rope, dict) else {}
+
+
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
     """Puts `wrapper(stock, ...)` in the place of a method."""
-    method = vars(owner)[name]
+    method = getattr_static(owner, name)
     stock = getattr(owner, name)
 
     @wraps(stock)
