@@ -4,7 +4,7 @@
     python benchmarks/report.py --check    fail if a page does not hold the tables of the rows
 
 A page says where a table goes by `<!-- name: begin -->` and `<!-- name: end -->`. Of a benchmark of
-speed or memory, the rows of one run count; of one of quality, all.
+speed or memory, the rows of one run count (in vLLM, the last of each kind); of one of quality, all.
 """
 
 import argparse
@@ -229,18 +229,16 @@ def stairs() -> str:
 
 def serving() -> str:
     """Prompts and decoding in vLLM, and where the time of decoding goes."""
-    run = fullest_run("serving")
+    names = ("dtype", "tokens", "batch", "quantity", "variant")
+    found = {tuple(one[name] for name in names): one for one in rows_of("serving")}
     rows = []
     for dtype in ("float32", "bfloat16"):
-        for tokens, batch in sorted({(int(one["tokens"]), int(one["batch"])) for one in run}):
+        sizes = {(int(tokens), int(batch)) for kind, tokens, batch, *_ in found if kind == dtype}
+        for tokens, batch in sorted(sizes):
             cells = [f"{tokens:,}", str(batch), dtype]
             for quantity in ("prompt", "decode"):
-                stock, ours = (
-                    one
-                    for one in run
-                    if (one["dtype"], one["quantity"]) == (dtype, quantity)
-                    and (int(one["tokens"]), int(one["batch"])) == (tokens, batch)
-                )
+                size = (dtype, str(tokens), str(batch), quantity)
+                stock, ours = (found[*size, variant] for variant in ("stock", "ours"))
                 cells += [f"{float(one['median']):,.0f}" for one in (stock, ours)]
                 cells.append(f"{float(ours['ratio']):.2f}")
             rows.append(cells)
@@ -248,11 +246,11 @@ def serving() -> str:
     header += ["prompt, stock, ms", "ours, ms", "stock / ours"]
     header += ["decode, stock, ms", "ours, ms", "stock / ours"]
     parts: dict[str, list[str]] = {}
-    for one in run:
+    for one in found.values():
         if one["quantity"].startswith("decode, "):
             name = one["quantity"].removeprefix("decode, ")
             parts.setdefault(name, []).append(f"{float(one['median']):.1f}")
-    profiled = next(one for one in run if one["quantity"].startswith("decode, "))
+    profiled = next(one for one in found.values() if one["quantity"].startswith("decode, "))
     shares = markdown(
         ["of one step", "float32, ms", "bfloat16, ms"],
         [[name, *times] for name, times in parts.items()],
@@ -261,7 +259,7 @@ def serving() -> str:
         f"{markdown(header, rows)}\nThe prompts of a whole batch until the first token of each, "
         "and one step of decoding for all, both with vLLM as it comes, compiled. SmolLM2-135M, "
         "told that its window is 1,024 tokens: each request past it has a scale of its own. "
-        f"{run[0]['note']}, {conditions(run[0])}.\n\nWhere the time of a step goes at "
+        f"{profiled['note']}, {conditions(profiled)}.\n\nWhere the time of a step goes at "
         f"{int(profiled['tokens']):,} tokens, batch {profiled['batch']}; the attention in all "
         f"holds the two kernels above it:\n\n{shares}\n"
     )

@@ -147,6 +147,7 @@ def main() -> None:
         "original_max_position_embeddings": WINDOW,
         "rescale_every": 256,
     }
+    kept = []  # vLLM shuts down all engines of a process with the first that goes
     warm_up = torch.randint(3, 40000, (8, 300)).tolist()
     for dtype in parser.parse_args().dtypes:
         kv_bytes = (7 << 29) * getattr(torch, dtype).itemsize // 4
@@ -156,7 +157,7 @@ def main() -> None:
             generate(llm, warm_up, 2)
         for length, batch in SIZES:
             measure(llms, length, batch, dtype)
-        del llms
+        kept.append(llms)
 
 
 if __name__ == "__main__":
