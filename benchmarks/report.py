@@ -238,7 +238,7 @@ def serving() -> str:
             cells = [f"{tokens:,}", str(batch), dtype]
             for quantity in ("prompt", "decode"):
                 size = (dtype, str(tokens), str(batch), quantity)
-                stock, ours = (found[*size, variant] for variant in ("stock", "ours"))
+                stock, ours = (found[(*size, variant)] for variant in ("stock", "ours"))
                 cells += [f"{float(one['median']):,.0f}" for one in (stock, ours)]
                 cells.append(f"{float(ours['ratio']):.2f}")
             rows.append(cells)

@@ -229,23 +229,22 @@ class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
         self.heads = torch.arange(key_heads, device=device)[:, None]
         heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
         self.at_once = max(1, RESULTS // (heads * dim))
-        # Compiles the kernels: a missing compiler stops the start, and no request waits for it.
-        none = torch.zeros(1, dtype=torch.long, device=device)
-        decode(
-            torch.zeros(1, key_heads, heads // key_heads, dim, device=device),
-            torch.zeros(
-                (2, key_heads, 2, kv_cache_spec.block_size, dim),
-                dtype=kv_cache_spec.dtype,
-                device=device,
-            ),
-            none,
-            none.clone(),
-            none.clone(),
-            none + 1,
-            self.tables.cos,
-            self.tables.sin,
-            interleaved(vllm_config),
-        )
+        self._compile(heads)
+
+    @torch.inference_mode()
+    def _compile(self, heads: int) -> None:
+        """Runs the kernels: a missing compiler stops the start, and no request waits for it."""
+        spec, device = self.kv_cache_spec, self.device
+        shape = (2, spec.num_kv_heads, 2, spec.block_size, spec.head_size)
+        with torch.inference_mode(False):  # as vLLM makes it: torch tells the two kinds apart
+            cache = torch.zeros(shape, dtype=spec.dtype, device=device)
+        query = torch.zeros(1, shape[1], heads // shape[1], spec.head_size, device=device)
+        zero = torch.zeros(1, dtype=torch.long, device=device)
+        # Apart, as sizes are marked on each.
+        requests, starts, keys = zero.clone(), zero.clone(), zero + 1
+        cos, sin = self.tables.cos, self.tables.sin
+        interleave = interleaved(self.vllm_config)
+        decode(query, cache, zero, requests, starts, keys, cos, sin, interleave)
 
     def build(
         self,
