@@ -10,7 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from report import RESULTS, Row, fullest_run, of_whole_texts, rows_of
+from report import ROOT, Row, fullest_run, of_whole_texts, rows_of
 
 GREY = "#808080"
 COLOURS = {
@@ -42,9 +42,12 @@ STYLE = {
 }
 
 
+FIGURES = ROOT / "docs" / "figures"
+
+
 def write(drawn: plt.Figure, name: str) -> None:
     for suffix, metadata in (("svg", {"Date": None}), ("png", {"Software": None})):
-        drawn.savefig(RESULTS / f"{name}.{suffix}", dpi=150, metadata=metadata)
+        drawn.savefig(FIGURES / f"{name}.{suffix}", dpi=150, metadata=metadata)
     plt.close(drawn)
 
 
