@@ -36,18 +36,20 @@ sys.path.insert(0, str(ROOT / "examples"))
 from smollm2 import smollm2
 
 WINDOW, LONGEST, STEPS = 1024, 8192, 16
+BLOCK = 128  # tokens, as vLLM chooses on a CPU
 SIZES = [(length, batch) for length in (1024, 4096, 8192) for batch in (1, 8)]
 PROFILED = (4096, 8)
 
 
-def engine(dtype: str, rope: dict | None, kv_bytes: int) -> LLM:
+def engine(dtype: str, rope: dict | None) -> LLM:
     return LLM(
         str(smollm2()),
         dtype=dtype,
         max_model_len=LONGEST,
         max_num_batched_tokens=2048,
         max_num_seqs=8,
-        kv_cache_memory_bytes=kv_bytes,
+        block_size=BLOCK,
+        num_gpu_blocks_override=(LONGEST // BLOCK + 1) * 8,
         hf_overrides={"rope_parameters": rope} if rope else {},
     )
 
@@ -150,8 +152,7 @@ def main() -> None:
     kept = []  # vLLM shuts down all engines of a process with the first that goes
     warm_up = torch.randint(3, 40000, (8, 300)).tolist()
     for dtype in parser.parse_args().dtypes:
-        kv_bytes = (7 << 29) * getattr(torch, dtype).itemsize // 4
-        llms = {"stock": engine(dtype, None, kv_bytes), "ours": engine(dtype, rope, kv_bytes)}
+        llms = {"stock": engine(dtype, None), "ours": engine(dtype, rope)}
         for llm in llms.values():
             generate(llm, warm_up[:1], 2)
             generate(llm, warm_up, 2)

@@ -81,7 +81,7 @@ def engine(folder, rope=ROPE, **options):
     options = {
         "dtype": "float32",
         "block_size": 16,
-        "kv_cache_memory_bytes": 1 << 24,
+        "num_gpu_blocks_override": 128,  # not a GiB each
         "max_model_len": 256,
         "max_num_batched_tokens": 256,
         "max_num_seqs": 8,
@@ -340,7 +340,7 @@ print(json.dumps([[entry[token].logprob for token, entry in zip(one.outputs[0].t
             "prompts": PROMPTS,
             "dtype": "float32",
             "block_size": 32,
-            "kv_cache_memory_bytes": 1 << 24,
+            "num_gpu_blocks_override": 128,
             "max_model_len": 256,
             "max_num_batched_tokens": 256,
             "max_num_seqs": 8,
