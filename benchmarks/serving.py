@@ -19,6 +19,7 @@ from functools import partial, wraps
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "3",  # GiB for each engine: the longest batch in float32
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
@@ -36,7 +37,6 @@ sys.path.insert(0, str(ROOT / "examples"))
 from smollm2 import smollm2
 
 WINDOW, LONGEST, STEPS = 1024, 8192, 16
-BLOCK = 128  # tokens, as vLLM chooses on a CPU
 SIZES = [(length, batch) for length in (1024, 4096, 8192) for batch in (1, 8)]
 PROFILED = (4096, 8)
 
@@ -48,8 +48,6 @@ def engine(dtype: str, rope: dict | None) -> LLM:
         max_model_len=LONGEST,
         max_num_batched_tokens=2048,
         max_num_seqs=8,
-        block_size=BLOCK,
-        num_gpu_blocks_override=(LONGEST // BLOCK + 1) * 8,
         hf_overrides={"rope_parameters": rope} if rope else {},
     )
 

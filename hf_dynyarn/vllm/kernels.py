@@ -12,8 +12,13 @@ from typing import Any
 import torch
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 
-# What is read several times (a rotated key, by each query head of its group) is computed as often.
-FUSED: dict[str, Any] = {"realize_reads_threshold": 1000, "realize_opcount_threshold": 1000}
+# Nothing is written to be read again: the query heads of a group, written out one by one, share what
+# is loaded and rotated in registers. And products are added in one instruction.
+FUSED: dict[str, Any] = {
+    "realize_reads_threshold": 1000,
+    "realize_opcount_threshold": 1000,
+    "cpp.enable_floating_point_contract_flag": "fast",
+}
 
 
 def decode(
@@ -48,7 +53,6 @@ def decode(
         mark_unbacked(tensor, 0)
     mark_dynamic(cache, 0)
     logits = _scores(query, cache, blocks, requests, starts, keys, cos, sin, interleaved)
-    logits = logits.mT.contiguous()  # the keys last
     mark_unbacked(logits, 0)
     outputs, sums, peaks = _weigh(logits, cache, blocks, keys)
     shape = (len(query), *peaks.shape[1:])
@@ -73,7 +77,7 @@ def _scores(
     sin: torch.Tensor,
     interleaved: bool,
 ) -> torch.Tensor:
-    """Logits of the keys of each block, `(N, Hkv, block_size, G)`."""
+    """Logits of the keys of each block, `(N, Hkv, G, block_size)`."""
     half, size = cos.shape[-1], cache.shape[3]
     offsets = torch.arange(size, device=cache.device)
     rows = starts[:, None] + offsets
@@ -83,15 +87,16 @@ def _scores(
         first, second = key[..., : 2 * half : 2], key[..., 1 : 2 * half : 2]
     else:
         first, second = key[..., :half], key[..., half : 2 * half]
-    own = query[requests][:, :, None]  # (N, Hkv, 1, G, D)
-    logits = (
-        (first * cos - second * sin)[..., None, :] * own[..., :half]
-        + (second * cos + first * sin)[..., None, :] * own[..., half : 2 * half]
-    ).sum(-1)
-    if 2 * half < key.shape[-1]:
-        logits = logits + (key[..., None, 2 * half :] * own[..., 2 * half :]).sum(-1)
-    beyond = offsets >= keys[:, None]
-    return logits.masked_fill(beyond[:, None, :, None], -torch.inf)
+    first, second = first * cos - second * sin, second * cos + first * sin
+    rest = key[..., 2 * half :]
+    beyond = (offsets >= keys[:, None])[:, None]
+    logits = []
+    for own in query[requests][:, :, :, None].unbind(2):  # (N, Hkv, 1, D)
+        logit = (first * own[..., :half] + second * own[..., half : 2 * half]).sum(-1)
+        if rest.shape[-1]:
+            logit = logit + (rest * own[..., 2 * half :]).sum(-1)
+        logits.append(logit.masked_fill(beyond, -torch.inf))
+    return torch.stack(logits, 2)
 
 
 @torch.compile(fullgraph=True, options=FUSED)
@@ -116,5 +121,5 @@ def _weigh(
     offsets = torch.arange(cache.shape[3], device=cache.device)
     beyond = (offsets >= keys[:, None])[:, None, :, None]
     value = cache[blocks, :, 1].float().masked_fill(beyond, 0.0)
-    outputs = (weights[..., None] * value[:, :, None]).sum(3)
-    return outputs, weights.sum(-1), peaks
+    outputs = [(weight[..., None] * value).sum(2) for weight in weights.unbind(2)]
+    return torch.stack(outputs, 2), weights.sum(-1), peaks
