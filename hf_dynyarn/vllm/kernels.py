@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 
-# Nothing is written to be read again: the query heads of a group, written out one by one, share what
-# is loaded and rotated in registers. And products are added in one instruction.
+# Nothing is written to be read again: the query heads of a group, which come one by one, share what
+# was loaded and rotated. The last option adds a product in one instruction.
 FUSED: dict[str, Any] = {
     "realize_reads_threshold": 1000,
     "realize_opcount_threshold": 1000,
