@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from report import RESULTS, ROOT
+from rows import RESULTS, ROOT
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from hf_dynyarn import DynamicYaRNCache, DynamicYaRNConfig, patch_llama
-from hf_dynyarn.patch import resolve_schedule
+from hf_dynyarn.resolve import resolve_schedule
 
 COLUMNS = (
     "run",  # rows of one run share this: the date and time it began

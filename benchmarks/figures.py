@@ -10,7 +10,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from report import ROOT, Row, fullest_run, of_whole_texts, rows_of
+from rows import ROOT, Row, fullest_run, of_whole_texts, rows_of
 
 GREY = "#808080"
 COLOURS = {

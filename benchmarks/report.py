@@ -8,44 +8,15 @@ speed or memory, the rows of one run count (in vLLM, the last of each kind); of 
 """
 
 import argparse
-import csv
 import math
 import re
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+from rows import ROOT, Row, fullest_run, of_whole_texts, rows_of
+
 PAGES = tuple(ROOT / page for page in ("README.md", "docs/results.md", "docs/vllm.md"))
-
-Row = dict[str, str]
-
-
-def rows_of(bench: str) -> list[Row]:
-    """All rows of `results/<bench>.csv`, none where there is no such file."""
-    path = RESULTS / f"{bench}.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def fullest_run(bench: str) -> list[Row]:
-    """Rows of the run that has most of them, the latest of these if there are several."""
-    runs: dict[str, list[Row]] = {}
-    for one in rows_of(bench):
-        runs.setdefault(one["run"], []).append(one)
-    return max(runs.items(), key=lambda run: (len(run[1]), run[0]))[1]
-
-
-def of_whole_texts(bench: str) -> list[Row]:
-    """Rows of the texts that were read under every variant so far."""
-    rows = rows_of(bench)
-    read = {(one["quantity"], one["variant"]) for one in rows}
-    variants = {variant for _, variant in read}
-    return [one for one in rows if all((one["quantity"], other) in read for other in variants)]
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:

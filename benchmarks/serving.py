@@ -27,7 +27,7 @@ os.environ |= {
 import torch
 import vllm
 from common import alternate, row, save
-from report import ROOT
+from rows import ROOT
 from transformers import AutoConfig
 from vllm import LLM, SamplingParams
 

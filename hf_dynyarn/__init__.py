@@ -1,8 +1,8 @@
 """Dynamic YaRN for Hugging Face Transformers, with a KV cache that stays exact."""
 
 from .cache import DynamicYaRNCache
+from .options import DynamicYaRNConfig
 from .patch import PatchHandle, patch_llama, unpatch_llama
-from .rope import DynamicYaRNConfig
 from .versions import warn_if_unknown
 
 __version__ = "0.1.0"

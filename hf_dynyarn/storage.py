@@ -24,7 +24,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from .rope import SCHEDULE_OF, Schedule
+from .rope_types import SCHEDULE_OF
+from .schedules import Schedule
 
 # Raised by whatever a reader of this version would misunderstand.
 FORMAT_VERSION = 1

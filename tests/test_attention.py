@@ -7,9 +7,10 @@ from families import tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dynyarn import DynamicYaRNCache, attention, patch_llama
-from hf_dynyarn.attention import make_plan
-from hf_dynyarn.rope import YaRNSchedule
+from hf_dynyarn import DynamicYaRNCache, patch_llama, plan
+from hf_dynyarn.backends import cpu, sdpa
+from hf_dynyarn.plan import make_plan
+from hf_dynyarn.schedules import YaRNSchedule
 
 SCHEDULE = YaRNSchedule(
     rotary_dim=16, rope_theta=1e4, original_max_position_embeddings=32, rescale_every=8
@@ -136,7 +137,7 @@ class TestMasks:
         assert masks_built == []
 
     def test_never_for_the_whole_call(self, masks_built, monkeypatch):
-        monkeypatch.setattr(attention, "TILE", 16)
+        monkeypatch.setattr(sdpa, "TILE", 16)
         model = tiny_llama()
         ids = random_ids(200)
         patch_llama(model, rescale_every=64)
@@ -178,9 +179,7 @@ def masks_built(monkeypatch):
         return recorded
 
     for name in ("mask", "tail_mask"):
-        monkeypatch.setattr(
-            attention.AttentionPlan, name, recording(getattr(attention.AttentionPlan, name))
-        )
+        monkeypatch.setattr(plan.AttentionPlan, name, recording(getattr(plan.AttentionPlan, name)))
     return shapes
 
 
@@ -218,10 +217,8 @@ class TestCost:
         assert self.reads(1, True, **kwargs) == self.reads(4, True, **kwargs)
 
     def test_tables_are_made_once_for_all_layers(self, monkeypatch):
-        made, build = [], attention.rotary_tables
-        monkeypatch.setattr(
-            attention, "rotary_tables", lambda *args: made.append(1) or build(*args)
-        )
+        made, build = [], plan.rotary_tables
+        monkeypatch.setattr(plan, "rotary_tables", lambda *args: made.append(1) or build(*args))
         model = tiny_llama()
         patch_llama(model)
         cache = DynamicYaRNCache()
@@ -240,18 +237,18 @@ class TestCpuKernel:
 
     @pytest.fixture(autouse=True)
     def short_pieces(self, monkeypatch):
-        monkeypatch.setattr(attention, "LEAST_KEYS", 3)
+        monkeypatch.setattr(cpu, "LEAST_KEYS", 3)
 
     @pytest.fixture
     def parts(self, monkeypatch):
         """How many keys each call of the kernel saw, and in how many pieces."""
-        seen, kernel = [], attention._cpu_kernel
+        seen, kernel = [], cpu._kernel
 
         def recording(query, key, value, **kwargs):
             seen.append((key.shape[2], 1 if kwargs.get("is_causal") else key.shape[1]))
             return kernel(query, key, value, **kwargs)
 
-        monkeypatch.setattr(attention, "_cpu_kernel", recording)
+        monkeypatch.setattr(cpu, "_kernel", recording)
         return seen
 
     @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -259,7 +256,7 @@ class TestCpuKernel:
     @pytest.mark.parametrize("queries", [1, 2, 5, 33])
     @pytest.mark.parametrize("pieces", [1, 2, 3, 4])
     def test_gives_what_one_kernel_gives(self, pieces, queries, heads, dtype, monkeypatch, parts):
-        monkeypatch.setattr(attention, "_pieces", lambda query, keys: pieces)
+        monkeypatch.setattr(cpu, "_pieces", lambda query, keys: pieces)
         before = 4 * 9 + 3  # a remainder for 2 and 4
         keys = before if queries == 1 else before + queries
         generator = torch.Generator().manual_seed(0)
@@ -269,7 +266,7 @@ class TestCpuKernel:
         expected = torch.nn.functional.scaled_dot_product_attention(
             *(one.double() for one in states), attn_mask=causal, scale=0.5, enable_gqa=True
         )
-        actual = attention._sdpa_in_parts(0.5, *states)
+        actual = cpu.attend_in_parts(0.5, *states)
         assert actual.dtype == dtype
         assert_close(actual, expected.transpose(1, 2), TOLERANCE[dtype])
         assert sum(length * pieces for length, pieces in parts) == keys
@@ -279,7 +276,7 @@ class TestCpuKernel:
     @pytest.mark.parametrize("queries", [2, 33, 40])
     def test_without_a_plan(self, queries, heads, kernel, monkeypatch):
         if not kernel:
-            monkeypatch.setattr(attention, "_cpu_kernel", None)
+            monkeypatch.setattr(cpu, "_kernel", None)
         generator = torch.Generator().manual_seed(0)
         shapes = [(1, heads[0], queries, 8), (1, heads[1], 40, 8), (1, heads[1], 40, 8)]
         states = [torch.randn(shape, generator=generator) * 1.5 for shape in shapes]
@@ -287,7 +284,7 @@ class TestCpuKernel:
         expected = torch.nn.functional.scaled_dot_product_attention(
             *(one.double() for one in states), attn_mask=causal, scale=0.5, enable_gqa=True
         )
-        actual = attention.attend_to_last(0.5, *states)
+        actual = sdpa.attend_to_last(0.5, *states)
         assert_close(actual, expected.transpose(1, 2), TOLERANCE[torch.float32])
 
     @pytest.mark.parametrize("options", [{}, {"num_key_value_heads": 4}], ids=["grouped", "not"])
@@ -338,7 +335,7 @@ class TestCpuKernel:
         model.train(reason == "dropout")
         patch_llama(model, rescale_every=7)
         if reason == "no kernel":
-            monkeypatch.setattr(attention, "_cpu_kernel", None)
+            monkeypatch.setattr(cpu, "_kernel", None)
         mask = torch.ones(1, 50)
         mask[:, 0] = reason != "padding"
         enabled = [SDPBackend.MATH] + [SDPBackend.FLASH_ATTENTION] * (reason != "switched off")
@@ -349,5 +346,5 @@ class TestCpuKernel:
     @pytest.mark.parametrize(("tasks", "pieces"), [(1, 8), (3, 8), (4, 2), (6, 4), (8, 1), (33, 1)])
     def test_every_thread_has_a_share(self, tasks, pieces, monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-        assert attention._pieces(torch.empty(tasks, 1, 32, 8), 1000) == pieces
-        assert attention._pieces(torch.empty(1, tasks, 1, 8), 7) == min(pieces, 2)
+        assert cpu._pieces(torch.empty(tasks, 1, 32, 8), 1000) == pieces
+        assert cpu._pieces(torch.empty(1, tasks, 1, 8), 7) == min(pieces, 2)

@@ -22,7 +22,7 @@ from conftest import (
 from transformers import DynamicCache, TextStreamer
 
 from hf_dynyarn import DynamicYaRNCache, patch_llama
-from hf_dynyarn.cache import RotatedKeys
+from hf_dynyarn.layers import RotatedKeys
 
 STEPS = [1, 7, None]  # None: the default, 1 for a window of 32
 

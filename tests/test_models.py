@@ -27,11 +27,11 @@ from transformers import (
 from hf_dynyarn import (
     DynamicYaRNCache,
     DynamicYaRNConfig,
-    attention,
     patch,
     patch_llama,
     versions,
 )
+from hf_dynyarn.backends import sdpa
 from hf_dynyarn.models import FAMILIES
 
 LENGTH = 50  # past the window, over several stairs
@@ -111,7 +111,7 @@ class TestWindows:
         patch_llama(model, rescale_every=STEP)
         ids = random_ids(90)
         whole = logits_of(model, ids)
-        monkeypatch.setattr(attention, "TILE", 8)
+        monkeypatch.setattr(sdpa, "TILE", 8)
         assert_close(logits_of(model, ids), whole)
         cache = DynamicYaRNCache()
         parts = [logits_of(model, part, cache) for part in ids.split(37, 1)]

@@ -40,12 +40,12 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from hf_dynyarn import (
     DynamicYaRNCache,
     DynamicYaRNConfig,
+    layers,
     patch,
     patch_llama,
     unpatch_llama,
     versions,
 )
-from hf_dynyarn import cache as cache_module
 
 LONG = random_ids(70)
 
@@ -807,8 +807,8 @@ class TestAFailedCallLeavesTheCacheAsItWas:
     def test_an_interrupt_while_keys_are_rotated(self, case, at, monkeypatch):
         """The rotated copy must not be taken for whole."""
         model, cache = case
-        monkeypatch.setattr(cache_module, "ROTATED_AT_A_TIME", 8)
-        rotate, calls = cache_module.rotate, []
+        monkeypatch.setattr(layers, "ROTATED_AT_A_TIME", 8)
+        rotate, calls = layers.rotate, []
 
         def interrupted(*args, **kwargs):
             calls.append(None)
@@ -817,7 +817,7 @@ class TestAFailedCallLeavesTheCacheAsItWas:
             return rotate(*args, **kwargs)
 
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(cache_module, "rotate", interrupted)
+            patched.setattr(layers, "rotate", interrupted)
             logits_of(model, random_ids(20, seed=5), cache)
 
     def test_operations_after_a_failure(self, case):

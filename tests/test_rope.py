@@ -8,8 +8,9 @@ from conftest import tiny_config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_dynyarn import DynamicYaRNConfig
-from hf_dynyarn.patch import resolve_schedule
-from hf_dynyarn.rope import YaRNSchedule, rotary_tables, rotate
+from hf_dynyarn.resolve import resolve_schedule
+from hf_dynyarn.rope import rotary_tables, rotate
+from hf_dynyarn.schedules import YaRNSchedule
 
 
 def schedule(window=32, step=1, dim=16, base=10000.0, **options):

@@ -22,7 +22,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_dynyarn import DynamicYaRNCache, DynamicYaRNConfig, patch_llama
-from hf_dynyarn.patch import resolve_schedule
+from hf_dynyarn.resolve import resolve_schedule
 
 STEP = 4
 LENGTH = 50

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, SmolLM3Config, SmolLM3ForCausalLM
 
 from hf_dynyarn import DynamicYaRNCache, DynamicYaRNConfig, patch_llama, storage
-from hf_dynyarn.rope import make_schedule
+from hf_dynyarn.rope_types import make_schedule
 
 TEXT = random_ids(90)
 LONGROPE = {

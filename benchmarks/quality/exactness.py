@@ -6,7 +6,7 @@ without a cache over the text up to there. A row is one rival and quantity, over
 
 import torch
 from common import row, save, smollm2
-from report import rows_of
+from rows import rows_of
 from tqdm import tqdm
 from transformers import AutoTokenizer
 

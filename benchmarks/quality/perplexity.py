@@ -6,7 +6,7 @@ tokens in it, in nats, `tokens` the end of the bin.
 
 import torch
 from common import row, save, smollm2
-from report import rows_of
+from rows import rows_of
 from tqdm import tqdm
 from transformers import AutoTokenizer
 

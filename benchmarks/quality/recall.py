@@ -10,7 +10,7 @@ log-likelihood in nats, over texts, whose spread is in p20 and p80.
 
 import torch
 from common import ROOT, row, save
-from report import rows_of
+from rows import rows_of
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 from common import row, save, smollm2
-from report import rows_of
+from rows import rows_of
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 

@@ -13,8 +13,9 @@ from torch import nn
 from transformers import Cache, DynamicCache
 
 from hf_dynyarn import DynamicYaRNCache, DynamicYaRNConfig
-from hf_dynyarn.patch import resolve_schedule
-from hf_dynyarn.rope import Schedule, rotary_tables
+from hf_dynyarn.resolve import resolve_schedule
+from hf_dynyarn.rope import rotary_tables
+from hf_dynyarn.schedules import Schedule
 
 PLAIN, OURS, STALE, FORWARD = "plain RoPE", "ours", "dynamic, stale keys", "dynamic, per call"
 STATIC = ("static yarn 2", "static yarn 4")

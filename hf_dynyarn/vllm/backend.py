@@ -25,8 +25,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from ..attention import attend_to_last
-from ..rope import DYNAMIC_YARN, rotary_tables, rotate
+from ..backends.sdpa import attend_to_last
+from ..rope import rotary_tables, rotate
+from ..rope_types import DYNAMIC_YARN
 from .kernels import decode
 from .plugin import BACKEND, interleaved, is_own_dtype, schedule_of
 

@@ -22,7 +22,9 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from ..models import FAMILIES
 from ..models import head_dim as head_dim_of
-from ..rope import DYNAMIC_YARN, DynamicYaRNConfig, Schedule, make_schedule
+from ..options import DynamicYaRNConfig
+from ..rope_types import DYNAMIC_YARN, make_schedule
+from ..schedules import Schedule
 
 TESTED = ("0.32.0",)
 

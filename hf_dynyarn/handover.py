@@ -1,0 +1,128 @@
+"""Which cache a call gets: ours, a stock one that becomes ours, a new one, none, or a refusal."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from .cache import DynamicYaRNCache
+from .models import key_heads
+from .schedules import Schedule
+from .versions import CACHE_KEYWORDS, CHECKPOINTING_NEEDS_GRADIENTS
+
+
+def cache_of_call(
+    decoder: PreTrainedModel, kwargs: dict[str, Any], schedule: Schedule, batch: int
+) -> Any:
+    """Takes the cache out of `kwargs` and checks it; makes one where a stock model would."""
+    given = [kwargs.pop(name) for name in CACHE_KEYWORDS if name in kwargs]
+    cache: Any = next((cache for cache in given if cache is not None), None)
+    if isinstance(cache, DynamicYaRNCache):
+        layers = decoder.config.num_hidden_layers
+        check_fits(cache, schedule, batch, layers, *key_heads(decoder.config))
+    elif cache is not None:
+        check_adoptable(cache)
+    # Under checkpointing the layers drop the cache, which the backward pass would fill again.
+    checkpointing = decoder.training and decoder.gradient_checkpointing
+    if checkpointing and (torch.is_grad_enabled() or not CHECKPOINTING_NEEDS_GRADIENTS):
+        useless = cache is not None and not torch.is_grad_enabled()
+        if useless or (cache is not None and cache.get_seq_length() > 0):
+            raise ValueError(
+                "a model that checkpoints gradients in training mode must be called without a "
+                f"cache, got a {type(cache).__name__} with {cache.get_seq_length()} tokens. "
+                "Call model.eval(), or pass use_cache=False."
+            )
+        return None
+    if cache is None and option(decoder, kwargs, "use_cache"):
+        return DynamicYaRNCache()
+    return cache
+
+
+def check_adoptable(cache: Any) -> None:
+    """Raises a TypeError unless `adopt` can take the cache: an empty `DynamicCache`."""
+    remedy = (
+        "Pass a DynamicYaRNCache, or neither a cache nor a cache_implementation: a patched "
+        "model makes its own."
+    )
+    plain = type(cache) is DynamicCache
+    stock_layers = (DynamicLayer, DynamicSlidingWindowLayer)
+    plain = plain and all(type(layer) in stock_layers for layer in cache.layers)
+    if not plain or cache.offloading:
+        kind = f"an offloaded {type(cache).__name__}" if plain else f"a {type(cache).__name__}"
+        raise TypeError(
+            f"the cache of a patched model must be a DynamicYaRNCache, got {kind}. {remedy}"
+        )
+    if cache.get_seq_length() > 0:
+        raise TypeError(
+            "the cache of a patched model must hold un-rotated keys, got a DynamicCache with "
+            f"{cache.get_seq_length()} tokens whose keys are rotated already. {remedy}"
+        )
+
+
+def adopt(cache: Cache) -> DynamicYaRNCache:
+    """Turns what `check_adoptable` lets through into one of ours, in place; leaves ours alone.
+
+    `generate` makes its own `DynamicCache` before the model sees it, and callers keep the one
+    they pass: were it only replaced, a loop that passes it again would find it empty and
+    silently start over.
+    """
+    if not isinstance(cache, DynamicYaRNCache):
+        cache.__class__ = DynamicYaRNCache
+        cache.__init__()
+    ours: DynamicYaRNCache = cache
+    return ours
+
+
+def check_fits(
+    cache: DynamicYaRNCache,
+    schedule: Schedule,
+    batch: int,
+    layers: int,
+    heads: int | None,
+    head_dim: int,
+) -> None:
+    """Checks that a model can continue a cache.
+
+    Args:
+        cache: the cache.
+        schedule: of the model.
+        batch: of the call.
+        layers: of the model.
+        heads: of the keys in each layer; None where it is not known.
+        head_dim: of each head.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if cache.positions is None:
+        return
+    if cache.schedule != schedule:
+        raise ValueError(
+            f"a cache must be continued under the options that filled it, {cache.schedule}, got "
+            f"{schedule}. Start a new DynamicYaRNCache, or patch the model with those options."
+        )
+    if cache.positions.shape[0] != batch:
+        raise ValueError(
+            f"the call must have the batch size of the cache, {cache.positions.shape[0]}, got "
+            f"{batch}. Use cache.batch_repeat_interleave() or cache.batch_select_indices(), or "
+            "start a new DynamicYaRNCache."
+        )
+    if len(cache.layers) != layers:
+        raise ValueError(
+            f"a cache must be continued by the model that filled it, with {len(cache.layers)} "
+            f"layers, got {layers}. Start a new DynamicYaRNCache."
+        )
+    for held in (layer.keys.shape for layer in cache.layers if layer.is_initialized):
+        if held[1] != (heads or held[1]) or held[3] != head_dim:
+            raise ValueError(
+                f"a cache must be continued by the model that filled it, with {held[1]} heads "
+                f"of {held[3]} dimensions in its keys, got {heads or held[1]} of {head_dim}. "
+                "Start a new DynamicYaRNCache."
+            )
+
+
+def option(decoder: PreTrainedModel, kwargs: dict[str, Any], name: str) -> bool:
+    """What a call asks for, else what the model's config does."""
+    value = kwargs.get(name)
+    return bool(getattr(decoder.config, name) if value is None else value)

@@ -1,0 +1,212 @@
+"""The hooks of one patched decoder: what happens before, in place of, and after its own code.
+
+Before it, the plan of the call is made and sent down to the attention layers as a keyword. In place
+of its rotary embeddings stand modules that rotate nothing, so that un-rotated keys reach the cache.
+After it, the call is committed to the cache.
+"""
+
+import copy
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, GenerationMixin, PretrainedConfig, PreTrainedModel
+
+from .attention import ATTENTION_NAME, dynamic_yarn_attention
+from .cache import DynamicYaRNCache
+from .handover import adopt, cache_of_call, option
+from .models import attention_layers, cache_droppers, check_rotary, family_of, unrotated_layers
+from .options import DynamicYaRNConfig
+from .plan import AttentionPlan, make_plan
+from .schedules import Schedule
+from .versions import CACHE_KEYWORDS, arguments_of, rotary_embeddings
+
+# How the plan travels from the decoder to `dynamic_yarn_attention`.
+PLAN_KEYWORD = "dynamic_yarn_plan"
+
+
+class UnrotatedEmbedding(nn.Module):
+    """Stands in for a rotary embedding: cos = 1, sin = 0, so that the model rotates nothing.
+
+    The stock module lives on inside, to follow the model to other devices and dtypes until it is
+    put back.
+    """
+
+    def __init__(self, stock: nn.Module) -> None:
+        super().__init__()
+        self.stock = stock
+
+    def forward(
+        self, x: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns cos and sin, `(1, 1, 1)`: integers, which leave any states their dtype."""
+        one = torch.ones((1, 1, 1), dtype=torch.int8, device=x.device)
+        return one, one - one
+
+
+class Patch:
+    """The hooks of one patched decoder, and what it takes to undo them.
+
+    A deep copy of the model gets a deep copy of this.
+
+    `torch.compile` leaves both hooks alone, as it does the cache's `update` and
+    `dynamic_yarn_attention`, and compiles what lies between: these depend on lengths and scales,
+    for each of which it would compile them anew.
+
+    Args:
+        decoder: the decoder.
+        config: the options.
+        schedule: the schedule that they make.
+        windowed: that of layers which keep the scale they were trained at, where it is another.
+        model: what holds the decoder; None where that is not known.
+        in_force: of a patch that can end while this does not know of the decoder, such as a copy:
+            whether it has not. None where the patch is of this decoder alone.
+    """
+
+    def __init__(
+        self,
+        decoder: PreTrainedModel,
+        config: DynamicYaRNConfig,
+        schedule: Schedule,
+        windowed: Schedule | None,
+        model: nn.Module | None,
+        in_force: Callable[[], bool] | None = None,
+    ) -> None:
+        self.config = config
+        self.schedule = schedule
+        self.windowed = windowed
+        self.in_force = in_force
+        self.arguments = arguments_of(decoder)
+        self.unrotated = unrotated_layers(decoder)
+        self.stock_configs = [(layer, layer.config) for layer in attention_layers(decoder)]
+        self.cache_droppers = [] if model is None else cache_droppers(model)
+        self.hooks = (
+            decoder.register_forward_pre_hook(self.before_forward, with_kwargs=True),
+            decoder.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True),
+        )
+        self._replace_parts(decoder)
+
+    def _replace_parts(self, decoder: PreTrainedModel) -> None:
+        AttentionInterface.register(ATTENTION_NAME, dynamic_yarn_attention)
+        decoder._dynamic_yarn = self
+        for holder, name in rotary_embeddings(decoder):
+            setattr(holder, name, UnrotatedEmbedding(getattr(holder, name)))
+        attention_config = copy.copy(decoder.config)
+        attention_config._attn_implementation = ATTENTION_NAME
+        for layer, _ in self.stock_configs:
+            layer.config = attention_config
+        for wrapper in self.cache_droppers:
+            prepare = GenerationMixin.prepare_inputs_for_generation
+            wrapper.prepare_inputs_for_generation = MethodType(prepare, wrapper)
+
+    def remove(self, decoder: PreTrainedModel) -> None:
+        """Gives back the stock decoder."""
+        for hook in self.hooks:
+            hook.remove()
+        for holder, name in rotary_embeddings(decoder):
+            setattr(holder, name, getattr(holder, name).stock)
+        for layer, config in self.stock_configs:
+            layer.config = config
+        for wrapper in self.cache_droppers:
+            del wrapper.prepare_inputs_for_generation
+        del decoder._dynamic_yarn
+
+    @torch.compiler.disable
+    def before_forward(
+        self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Checks and plans a call, then opens its cache. A refused call has changed nothing."""
+        if self.in_force is not None and not self.in_force():
+            self.remove(decoder)
+            return args, kwargs
+        kwargs = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+        names = ("input_ids", "inputs_embeds")
+        given = [kwargs[name] for name in names if kwargs.get(name) is not None]
+        if len(given) != 1:
+            return (), kwargs  # the decoder's own error says it best
+        check_causal(decoder.config, kwargs)
+        check_rotary(decoder)
+        batch = given[0].shape[0]
+        cache = cache_of_call(decoder, kwargs, self.schedule, batch)
+        plan = make_plan(
+            schedule=self.schedule,
+            cache=cache if isinstance(cache, DynamicYaRNCache) else None,
+            inputs=given[0],
+            attention_mask=kwargs.get("attention_mask"),
+            position_ids=kwargs.get("position_ids"),
+            backend=backend_of(decoder),
+            output_attentions=option(decoder, kwargs, "output_attentions"),
+            unrotated=self.unrotated,
+            interleaved=family_of(decoder).interleaved,
+            windowed=self.windowed,
+        )
+        if cache is not None:
+            plan.cache = adopt(cache)
+            plan.cache.begin(plan)
+        name = next(name for name in CACHE_KEYWORDS if name in self.arguments)
+        kwargs[name] = plan.cache
+        kwargs["position_ids"] = plan.new.clamp(min=0)
+        # A 4-D mask goes through the decoder as it is: with this one no stock mask is built. The
+        # plan has the real one.
+        kwargs["attention_mask"] = given[0].new_empty((batch, 1, 0, 0), dtype=torch.bool)
+        kwargs[PLAN_KEYWORD] = plan
+        return (), kwargs
+
+    @torch.compiler.disable
+    def after_forward(
+        self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Commits the call to its cache, or, after an error (no output), closes the cache."""
+        plan = kwargs.get(PLAN_KEYWORD)
+        if not isinstance(plan, AttentionPlan) or plan.cache is None:
+            return
+        if output is None:
+            plan.cache.close()
+        else:
+            plan.cache.commit(plan.new, plan.schedule, plan.packed)
+
+
+def patch_of(decoder: nn.Module) -> Patch | None:
+    """The patch of a decoder, if it has one."""
+    patch: Patch | None = decoder.__dict__.get("_dynamic_yarn")
+    return patch
+
+
+def backend_of(decoder: PreTrainedModel) -> str:
+    """The attention implementation that the model's config names, if it is one that can serve."""
+    backend: str = decoder.config._attn_implementation or "eager"
+    allowed = family_of(decoder).backends
+    if allowed and backend not in allowed:
+        raise ValueError(
+            f"the attention implementation of a patched {decoder.config.model_type} must be one of "
+            f"{allowed}, got {backend!r}. Call model.set_attn_implementation({allowed[0]!r}) first."
+        )
+    if backend in ("eager", "sdpa") or ("flash" in backend and "paged" not in backend):
+        return backend
+    raise ValueError(
+        "the attention implementation of a patched model must be eager, sdpa or a flash attention, "
+        f'got {backend!r}. Call model.set_attn_implementation("sdpa") first.'
+    )
+
+
+def check_causal(model_config: PretrainedConfig, kwargs: dict[str, Any]) -> None:
+    if not getattr(model_config, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise ValueError(
+            "a patched model must attend causally, got is_causal=False. Leave it unpatched, or "
+            "pass a 4-D attention_mask."
+        )
+    if getattr(model_config, "use_bidirectional_attention", None):
+        raise ValueError(
+            "a patched model must attend causally, got use_bidirectional_attention="
+            f"{model_config.use_bidirectional_attention!r} in its config. Leave it unpatched."
+        )
+    lengths = [
+        name for name in kwargs if name.startswith("cu_seq_lens") and kwargs[name] is not None
+    ]
+    if lengths:
+        raise ValueError(
+            f"packed documents must be told apart by position_ids, got {lengths}. Pass "
+            "position_ids that restart at each document instead."
+        )
