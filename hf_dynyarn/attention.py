@@ -90,13 +90,13 @@ def _attend(
     )
     rotates = call.module.layer_idx not in plan.unrotated
     copy = plan.rotated_copy(call.module)
-    rotated = copy or plan.scratch(key.device)
+    rotated = copy or plan.workspace.scratch(key.device)
     tiled = copy is None and plan.backend == "sdpa" and not (differentiable or call.dropout > 0)
     backend = flash.attend if "flash" in plan.backend else sdpa.attend
     for segment in plan.segments_of(call.module, call.window):
-        first = plan.first_key(segment.start, segment.first, call.window)
-        last = plan.last_key(segment.stop)
-        tables = partial(plan.tables, segment, key.device, dtype)
+        first = plan.masks.first_key(segment.start, segment.first, call.window)
+        last = plan.masks.last_key(segment.stop)
+        tables = partial(plan.workspace.tables, segment, key.device, dtype)
         queries = query[:, :, segment.start : segment.stop]
         keys, values = key[:, :, first:last], value[:, :, first:last]
         if rotates:

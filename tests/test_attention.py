@@ -7,8 +7,9 @@ from families import tiny
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dynyarn import DynamicYaRNCache, patch_llama, plan
+from hf_dynyarn import DynamicYaRNCache, patch_llama, workspace
 from hf_dynyarn.backends import cpu, sdpa
+from hf_dynyarn.masks import Masks
 from hf_dynyarn.plan import make_plan
 from hf_dynyarn.schedules import YaRNSchedule
 
@@ -67,34 +68,34 @@ class TestSegments:
 
 class TestPositions:
     def test_count_on_from_the_cache(self):
-        assert plan_for(3, held([[0, 1, 2, 3]])).positions[:, 4:].tolist() == [[4, 5, 6]]
+        assert plan_for(3, held([[0, 1, 2, 3]])).workspace.positions[:, 4:].tolist() == [[4, 5, 6]]
 
     def test_count_what_the_mask_shows(self):
         mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-        assert plan_for(5, mask=mask, rows=2).positions.tolist() == [
+        assert plan_for(5, mask=mask, rows=2).workspace.positions.tolist() == [
             [-1, -1, 0, 1, 2],
             [0, 1, 2, 3, 4],
         ]
 
     def test_remember_padding_without_a_mask(self):
         plan = plan_for(2, held([[-1, -1, 0, 1], [0, 1, 2, -1]]), rows=2)
-        assert plan.positions[:, 4:].tolist() == [[2, 3], [3, 4]]
-        assert plan.visible.tolist() == [
+        assert plan.workspace.positions[:, 4:].tolist() == [[2, 3], [3, 4]]
+        assert plan.masks.visible.tolist() == [
             [False, False, True, True, True, True],
             [True, True, True, False, True, True],
         ]
 
     def test_are_the_callers_where_given(self):
         assert (
-            plan_for(3, position_ids=torch.tensor([[7, 8, 9]]), rows=2).positions.tolist()
+            plan_for(3, position_ids=torch.tensor([[7, 8, 9]]), rows=2).workspace.positions.tolist()
             == [[7, 8, 9]] * 2
         )
 
     def test_any_integer_type_will_do(self):
         positions = torch.tensor([[4, 5, 6]], dtype=torch.int32)
-        assert plan_for(3, held([[0, 1, 2, 3]]), position_ids=positions).positions.tolist() == [
-            [0, 1, 2, 3, 4, 5, 6]
-        ]
+        assert plan_for(
+            3, held([[0, 1, 2, 3]]), position_ids=positions
+        ).workspace.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6]]
 
 
 class TestMasks:
@@ -107,7 +108,7 @@ class TestMasks:
             mask[0, :3] = 0
         cache = held([list(range(past))] * 2) if past else None
         plan = plan_for(9, cache, mask=mask, rows=2)
-        got = plan.mask(2, 7, 0, torch.zeros(1)).expand(2, 1, 5, past + 7)
+        got = plan.masks.of(2, 7, 0, torch.zeros(1)).expand(2, 1, 5, past + 7)
         for row in range(2):
             for query in range(5):
                 for key in range(past + 7):
@@ -178,8 +179,8 @@ def masks_built(monkeypatch):
 
         return recorded
 
-    for name in ("mask", "tail_mask"):
-        monkeypatch.setattr(plan.AttentionPlan, name, recording(getattr(plan.AttentionPlan, name)))
+    for name in ("of", "tail"):
+        monkeypatch.setattr(Masks, name, recording(getattr(Masks, name)))
     return shapes
 
 
@@ -217,8 +218,10 @@ class TestCost:
         assert self.reads(1, True, **kwargs) == self.reads(4, True, **kwargs)
 
     def test_tables_are_made_once_for_all_layers(self, monkeypatch):
-        made, build = [], plan.rotary_tables
-        monkeypatch.setattr(plan, "rotary_tables", lambda *args: made.append(1) or build(*args))
+        made, build = [], workspace.rotary_tables
+        monkeypatch.setattr(
+            workspace, "rotary_tables", lambda *args: made.append(1) or build(*args)
+        )
         model = tiny_llama()
         patch_llama(model)
         cache = DynamicYaRNCache()

@@ -7,8 +7,9 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from ..layers import ROTATED_AT_A_TIME
-from ..plan import LayerCall, Segment
+from ..plan import LayerCall
 from ..rope import rotate
+from ..segments import Segment
 
 # Keys that a thread of the CPU takes at least: with fewer, merging costs more than it saves.
 LEAST_KEYS = 2048
@@ -129,9 +130,9 @@ def one_in_tiles(
             keys = rotate(key[:, :, part], *tables, plan.interleaved).to(key.dtype)
             scores[..., part] = queries @ keys.to(precise).mT
         scores *= call.scaling
-        if plan.needs_mask(1, count, call.window):
-            first = plan.last_key(segment.stop) - count
-            mask = plan.mask(segment.start, segment.stop, first, query, call.window)
+        if plan.masks.needed(1, count, call.window):
+            first = plan.masks.last_key(segment.stop) - count
+            mask = plan.masks.of(segment.start, segment.stop, first, query, call.window)
             mask = grouped_mask(mask, query.shape[1] // key.shape[1])
             if mask.dtype == torch.bool:
                 scores.masked_fill_(~mask, -torch.inf)

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 
 from .. import versions
-from ..plan import LayerCall, Segment
+from ..plan import LayerCall
+from ..segments import Segment
 from . import Attended
 
 
@@ -20,8 +21,8 @@ def attend(
     """Attends by a flash kernel, whose causal mask is aligned to the last key as ours is."""
     plan = call.plan
     visible = None
-    if plan.visible is not None:
-        visible = plan.visible[:, first : plan.last_key(segment.stop)].to(query.device)
+    if plan.masks.visible is not None:
+        visible = plan.masks.visible[:, first : plan.masks.last_key(segment.stop)].to(query.device)
         # A row that is still all padding shows its last token: a kernel may fail without any key.
         newest = visible[:, -1:] | ~visible.any(-1, keepdim=True)
         visible = torch.cat((visible[:, :-1], newest), dim=1)

@@ -13,7 +13,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..plan import LayerCall, Segment
+from ..plan import LayerCall
+from ..segments import Segment
 from . import Attended
 from .cpu import attend_in_parts, goes_in_parts, grouped, grouped_mask, has_kernel
 
@@ -34,9 +35,9 @@ def attend(
     attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
     if plan.backend == "eager":
         attention = _family_eager(type(call.module))
-    needs_mask = plan.needs_mask(query.shape[2], key.shape[2], window)
+    needs_mask = plan.masks.needed(query.shape[2], key.shape[2], window)
     cut = window is not None and key.shape[2] > window
-    if plan.plainly_causal and not cut and goes_in_parts(call, query, key, value):
+    if plan.masks.plainly_causal and not cut and goes_in_parts(call, query, key, value):
         yield first, attend_in_parts(call.scaling, query, key, value), None
         return
     groups = query.shape[1] // key.shape[1]
@@ -44,19 +45,19 @@ def attend(
     for start in range(segment.start, segment.stop, tile):
         stop = min(start + tile, segment.stop)
         queries = query[:, :, start - segment.start : stop - segment.start]
-        begin, end = plan.first_key(start, first, window), plan.last_key(stop)
+        begin, end = plan.masks.first_key(start, first, window), plan.masks.last_key(stop)
         keys, values = (states[:, :, begin - first : end - first] for states in (key, value))
         if plan.backend == "sdpa" and (needs_mask or stop - start == 1):
             mask = None
-            if needs_mask and plan.plainly_causal:
-                mask = plan.tail_mask(stop - start, groups, queries, window)
+            if needs_mask and plan.masks.plainly_causal:
+                mask = plan.masks.tail(stop - start, groups, queries, window)
                 mask = mask[..., begin - end :]
             elif needs_mask:
-                mask = plan.mask(start, stop, begin, query, window)
+                mask = plan.masks.of(start, stop, begin, query, window)
                 mask = grouped_mask(mask, groups)
             yield begin, _grouped_sdpa(call, queries, keys, values, mask), None
         else:
-            mask = plan.mask(start, stop, begin, query, window) if needs_mask else None
+            mask = plan.masks.of(start, stop, begin, query, window) if needs_mask else None
             output, weights = attention(
                 call.module,
                 queries,
