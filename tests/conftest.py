@@ -2,6 +2,7 @@
 
 import logging
 import os
+from functools import partial
 from importlib.util import find_spec
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs the network
@@ -11,11 +12,14 @@ os.environ["FLASH_ATTENTION_TRITON_AMD_REF"] = "1"
 
 import pytest
 import torch
-from oracle import CACHE
+from oracle import CACHE, llama_logits
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from hf_dynyarn import unpatch_llama
+from hf_dynyarn import DynamicYaRNCache, unpatch_llama
+from hf_dynyarn.masks import Masks
+from hf_dynyarn.plan import make_plan
+from hf_dynyarn.schedules import YaRNSchedule
 
 # In an environment of its own, see `make test-vllm`.
 collect_ignore = [] if find_spec("vllm") else ["test_vllm.py"]
@@ -65,6 +69,9 @@ def random_ids(length, rows=1, seed=0):
     return torch.randint(1, VOCABULARY, (rows, length), generator=generator)
 
 
+TEXT = random_ids(90)
+
+
 def logits_of(model, ids, cache=None, **kwargs):
     """Logits (B, T, V) of one call, without gradients."""
     if cache is not None:
@@ -85,6 +92,28 @@ def generate(model, ids, cache=None, new_tokens=40, **kwargs):
     return output[:, 0 if ids is None else ids.shape[1] :]
 
 
+def in_chunks(model, ids, sizes, cache=None, **kwargs):
+    """Logits of all of `ids`, fed to one cache in chunks of these sizes."""
+    cache = DynamicYaRNCache() if cache is None else cache
+    return torch.cat(
+        [logits_of(model, chunk, cache, **kwargs) for chunk in ids.split(sizes, dim=1)], 1
+    )
+
+
+def filled(model, ids=TEXT[:, :40], cache=None, **kwargs):
+    """The cache, or a new one, with these tokens in it."""
+    cache = DynamicYaRNCache() if cache is None else cache
+    logits_of(model, ids, cache, **kwargs)
+    return cache
+
+
+def greedy_by_oracle(model, prompt, new_tokens, step):
+    tokens = prompt.tolist()
+    for _ in range(new_tokens):
+        tokens.append(int(llama_logits(model, tokens, WINDOW, step)[-1].argmax()))
+    return torch.tensor(tokens[len(prompt) :])
+
+
 def left_padded(rows):
     """Token ids (B, T) and mask (B, T) of rows of unequal length."""
     width = max(len(row) for row in rows)
@@ -100,9 +129,131 @@ def assert_close(actual, expected, tolerance=ROUNDING):
     assert difference <= tolerance, f"largest difference {difference:.2e} > {tolerance:.0e}"
 
 
+def assert_same(actual, expected):
+    """Two caches hold the same bits under the same options."""
+    assert actual.schedule == expected.schedule
+    assert (actual.packed, actual.rotated_copy) == (expected.packed, expected.rotated_copy)
+    assert actual.get_seq_length() == expected.get_seq_length()
+    assert actual.scales == expected.scales
+    assert len(actual.layers) == len(expected.layers)
+    assert (actual.positions is None) == (expected.positions is None)
+    if actual.positions is not None:
+        assert torch.equal(actual.positions, expected.positions)
+    for own, theirs in zip(actual.layers, expected.layers, strict=True):
+        for name in ("keys", "values"):
+            mine, other = getattr(own, name), getattr(theirs, name)
+            assert mine.dtype == other.dtype
+            assert torch.equal(mine, other)
+
+
+def assert_holds(cache, model, ids, seed=5):
+    """The cache goes on as if it had been filled with `ids`."""
+    more = random_ids(20, rows=len(ids), seed=seed)
+    expected = logits_of(model, torch.cat((ids, more), 1), use_cache=False)[:, -20:]
+    assert_close(in_chunks(model, more, 6, cache), expected)
+    assert cache.positions.shape == (len(ids), cache.layers[0].keys.shape[2])
+
+
+def traces(model):
+    """Everything about a model that a patch could leave behind."""
+    return {
+        "modules": [(name, type(module)) for name, module in model.named_modules()],
+        "attributes": [sorted(module.__dict__) for module in model.modules()],
+        "hooks": [
+            (
+                len(module._forward_pre_hooks),
+                len(module._forward_hooks),
+                len(module._forward_hooks_with_kwargs),
+            )
+            for module in model.modules()
+        ],
+        "configs": [
+            module.config is model.config for module in model.modules() if hasattr(module, "config")
+        ],
+        "attention": model.config._attn_implementation,
+        "state": list(model.state_dict()),
+        "class": "__call__" in vars(PreTrainedModel),
+    }
+
+
+def yarn_schedule(window=32, step=1, dim=16, base=10000.0, **options):
+    return YaRNSchedule(
+        rotary_dim=dim,
+        rope_theta=base,
+        original_max_position_embeddings=window,
+        rescale_every=step,
+        **options,
+    )
+
+
+SCHEDULE = yarn_schedule(step=8)
+
+
+def plan_for(length, cache=None, mask=None, position_ids=None, backend="sdpa", rows=1):
+    """The plan of a call, of which only the sizes matter."""
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    return make_plan(SCHEDULE, cache, ids, mask, position_ids, backend, False)
+
+
+def held(positions, packed=False):
+    """A cache that holds positions, and no keys yet."""
+    cache = DynamicYaRNCache()
+    cache.commit(torch.tensor(positions), SCHEDULE, packed)
+    return cache
+
+
 @pytest.fixture
 def model():
     return tiny_llama()
+
+
+@pytest.fixture(params=[True, False], ids=["rotated copy", "no copy"])
+def new_cache(request):
+    """Makes caches with or without a rotated copy, which must not differ in anything but cost."""
+    return partial(DynamicYaRNCache, rotated_copy=request.param)
+
+
+def by_file(cache, tmp_path):
+    cache.save(tmp_path / "cache.safetensors")
+    return DynamicYaRNCache.load(tmp_path / "cache.safetensors")
+
+
+def by_torch_save(cache, tmp_path):
+    torch.save(cache.state_dict(), tmp_path / "cache.pt")
+    return DynamicYaRNCache.from_state_dict(torch.load(tmp_path / "cache.pt", weights_only=True))
+
+
+def by_state_dict(cache, tmp_path):
+    return DynamicYaRNCache.from_state_dict(cache.state_dict())
+
+
+@pytest.fixture(params=[by_file, by_torch_save, by_state_dict])
+def travelled(request, tmp_path):
+    """Sends a cache on a journey and returns the one that arrives."""
+    return lambda cache: request.param(cache, tmp_path)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache.safetensors"
+
+
+@pytest.fixture
+def masks_built(monkeypatch):
+    """Shapes of the masks that were built."""
+    shapes = []
+
+    def recording(build):
+        def recorded(self, *args):
+            mask = build(self, *args)
+            shapes.append(tuple(mask.shape))
+            return mask
+
+        return recorded
+
+    for name in ("of", "tail"):
+        monkeypatch.setattr(Masks, name, recording(getattr(Masks, name)))
+    return shapes
 
 
 def word_tokenizer():

@@ -24,15 +24,10 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from hf_dynyarn import (
-    DynamicYaRNCache,
-    DynamicYaRNConfig,
-    patch,
-    patch_llama,
-    versions,
-)
+from hf_dynyarn import DynamicYaRNCache, DynamicYaRNConfig, patch_llama, versions
 from hf_dynyarn.backends import sdpa
 from hf_dynyarn.models import FAMILIES
+from hf_dynyarn.resolve import resolve_schedule
 
 LENGTH = 50  # past the window, over several stairs
 
@@ -219,7 +214,7 @@ class TestFrequenciesByLayerType:
         monkeypatch.setattr(versions, "TRANSFORMERS", (5, 0))
         config = SimpleNamespace(model_type="olmo3", rope_parameters={"rope_theta": 5e5})
         with pytest.raises(ValueError, match=r"'olmo3' must be by layer type.*Upgrade"):
-            patch.resolve_schedule(config, DynamicYaRNConfig())
+            resolve_schedule(config, DynamicYaRNConfig())
 
 
 class TestVisionLanguage:
