@@ -33,6 +33,7 @@ class Family:
         backends: the attention implementations that can serve it; empty for all that we know.
         finetuned: whether it was trained with the `factor` of its yarn parameters.
         by_layer_type: whether layers with a window have rope parameters of their own.
+        partial: whether its attention can rotate a part of a head.
     """
 
     prefix: str
@@ -43,6 +44,7 @@ class Family:
     backends: tuple[str, ...] = ()
     finetuned: bool = False
     by_layer_type: bool = False
+    partial: bool = False
 
 
 # By `model_type`.
@@ -57,8 +59,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma": Family("Gemma"),
     "gemma3_text": Family("Gemma3", decoder="TextModel", by_layer_type=True),
-    "glm": Family("Glm", interleaved=True),
-    "glm4": Family("Glm4", interleaved=True),
+    "glm": Family("Glm", interleaved=True, partial=True),
+    "glm4": Family("Glm4", interleaved=True, partial=True),
     # Its attention sinks are a column of the logits that only its own eager attention has.
     "gpt_oss": Family("GptOss", backends=("eager",), finetuned=True),
     "granite": Family("Granite"),
@@ -66,12 +68,12 @@ FAMILIES: dict[str, Family] = {
     "ministral": Family("Ministral"),
     "mistral": Family("Mistral"),
     "mixtral": Family("Mixtral"),
-    "minimax_m2": Family("MiniMaxM2"),
+    "minimax_m2": Family("MiniMaxM2", partial=True),
     "olmo": Family("Olmo"),
     "olmo2": Family("Olmo2"),
     "olmo3": Family("Olmo3", finetuned=True, by_layer_type=True),
-    "phi": Family("Phi"),
-    "phi3": Family("Phi3", drops_cache=True),
+    "phi": Family("Phi", partial=True),
+    "phi3": Family("Phi3", drops_cache=True, partial=True),
     "qwen2": Family("Qwen2"),
     "qwen2_moe": Family("Qwen2Moe"),
     "qwen3": Family("Qwen3"),

@@ -29,7 +29,7 @@ from transformers.utils import logging
 from .hooks import Patch, backend_of, check_causal, patch_of
 from .models import check_rotary, family_of, find_decoder, is_decoder
 from .options import DynamicYaRNConfig
-from .resolve import resolve_schedule, resolve_windowed
+from .resolve import resolve_windowed, schedule_of
 from .versions import check_keywords
 
 logger = logging.get_logger(__name__)
@@ -148,7 +148,7 @@ def _check_and_patch(
     check_keywords(decoder)
     check_causal(decoder.config, {})
     check_rotary(decoder)
-    schedule = resolve_schedule(decoder.config, config)
+    schedule = schedule_of(decoder, config)
     windowed = resolve_windowed(decoder, schedule)
     backend_of(decoder)
     replaced = patch_of(decoder)

@@ -1,5 +1,11 @@
-"""Which schedule a model has: what its config says, and what its user asks for."""
+"""Which schedule a model has: what its config says, what its code makes of it, and its user asks.
 
+The config alone does not decide how a model rotates: its code ignores some keys, and a config may
+be edited after the model was made. So the frequencies that we make of it are compared with those
+that the model's own rotary embedding holds.
+"""
+
+import math
 from typing import Any
 
 import torch
@@ -10,13 +16,17 @@ from .models import FAMILIES, family_of, head_dim, windows
 from .options import DynamicYaRNConfig
 from .rope_types import DYNAMIC_YARN, make_schedule
 from .schedules import Schedule
-from .versions import rope_parameters
+from .versions import rope_parameters, stock_rotation
+
+# Between float32 computations of the same frequencies on different devices.
+ROUNDING = 1e-5
 
 
 def resolve_schedule(
     model_config: PretrainedConfig,
     config: DynamicYaRNConfig,
     layer_type: str = "full_attention",
+    pairs: int | None = None,
 ) -> Schedule:
     """Fills the defaults of `config` in from the model's config.
 
@@ -24,6 +34,7 @@ def resolve_schedule(
         model_config: the model's.
         config: the options.
         layer_type: of the layers that it is for; the same for all, but in few families.
+        pairs: how many pairs of a head the model rotates. Default: as its config says.
 
     Raises:
         TypeError: the model's config asks for an option that there is not.
@@ -34,12 +45,85 @@ def resolve_schedule(
     rope = rope_parameters(model_config, layer_type if by_layer_type else None)
     if family is not None and family.finetuned and rope["rope_type"] == "yarn":
         rope.setdefault("finetuned", True)
+    dim = head_dim(model_config)
+    rotated = int(dim * (rope.get("partial_rotary_factor") or 1.0))
+    if pairs not in (None, math.ceil(rotated / 2)):
+        # The code of most families does not read the key from transformers 5 on.
+        dim, rope["partial_rotary_factor"] = 2 * pairs, None
     return make_schedule(
         rope,
-        head_dim(model_config),
+        dim,
         model_config.max_position_embeddings,
         config,
     )
+
+
+def schedule_of(
+    decoder: PreTrainedModel, config: DynamicYaRNConfig, layer_type: str = "full_attention"
+) -> Schedule:
+    """The schedule of a decoder: that of its config, once it is seen to be that of its code.
+
+    Args:
+        decoder: the decoder.
+        config: the options.
+        layer_type: see `resolve_schedule`.
+
+    Raises:
+        TypeError: see `resolve_schedule`.
+        ValueError: see `resolve_schedule`; or the decoder rotates in another way than its config
+            says.
+    """
+    by_layer_type = family_of(decoder).by_layer_type
+    stock = stock_rotation(decoder, layer_type if by_layer_type else None)
+    if stock is None:
+        return resolve_schedule(decoder.config, config, layer_type)
+    inv_freq, gain = stock
+    pairs = inv_freq.shape[-1]
+    schedule = resolve_schedule(decoder.config, config, layer_type, pairs)
+    _check_part(decoder, pairs)
+    rope_type = rope_parameters(decoder.config, layer_type if by_layer_type else None)["rope_type"]
+    # Stock's yarn is at its factor throughout, which a fine-tuned model of ours is never below.
+    as_stock = DynamicYaRNConfig(finetuned=True if rope_type == "yarn" else None)
+    trained = resolve_schedule(decoder.config, as_stock, layer_type, pairs)
+    who = f"the stock module of {layer_type} layers" if by_layer_type else "the stock module"
+    _check_rotation(trained, inv_freq.detach().cpu(), gain, who)
+    return schedule
+
+
+def _check_part(decoder: PreTrainedModel, pairs: int) -> None:
+    dim = head_dim(decoder.config)
+    if 2 * pairs < dim and not family_of(decoder).partial:
+        raise ValueError(
+            f"the model must rotate all {dim} dimensions of a head, got {2 * pairs}, by a "
+            f"partial_rotary_factor that attention of model_type {decoder.config.model_type!r} "
+            "cannot follow. Leave the key out of its config, or the model unpatched."
+        )
+
+
+def _check_rotation(trained: Schedule, inv_freq: torch.Tensor, gain: float, who: str) -> None:
+    """Compares what the config makes of a model with what its own module holds."""
+    scale = torch.tensor(trained.min_scale, dtype=torch.float64, device="cpu")
+    remedy = "Make the model anew from its config, or leave it unpatched."
+    # A model that went through a narrower dtype took its frequencies along.
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    through = (dtype for dtype in dtypes if torch.equal(inv_freq.to(dtype).to(inv_freq), inv_freq))
+    dtype = next(through, torch.float32)
+    bounds = torch.finfo(dtype)
+    expected = trained.inv_freq(scale).to(dtype).double()
+    tolerance = max(bounds.eps, ROUNDING) * expected + bounds.tiny * bounds.eps
+    differs = (expected - inv_freq.double()).abs() > tolerance
+    if differs.any():
+        pair = int(differs.nonzero()[0])
+        raise ValueError(
+            f"the frequencies of {who} must be those of the model's config, {expected[pair]:.6g} "
+            f"radians per token in pair {pair}, got {inv_freq[pair]:.6g}. {remedy}"
+        )
+    wanted = float(trained.gain(scale))
+    if abs(wanted - gain) > ROUNDING * wanted:
+        raise ValueError(
+            f"the gain of {who} must be that of the model's config, {wanted:.6g}, got {gain:.6g}. "
+            f"{remedy}"
+        )
 
 
 def resolve_windowed(decoder: PreTrainedModel, schedule: Schedule) -> Schedule | None:
@@ -66,7 +150,7 @@ def resolve_windowed(decoder: PreTrainedModel, schedule: Schedule) -> Schedule |
             f"{who} have frequencies of their own and are not stretched, got {larger[0]}. Leave "
             "it unpatched."
         )
-    return resolve_schedule(decoder.config, DynamicYaRNConfig(), "sliding_attention")
+    return schedule_of(decoder, DynamicYaRNConfig(), "sliding_attention")
 
 
 def _rope_of_unpatched(

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, __version__
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 OLDEST, NEWEST = (4, 57), (5, 24)
 
@@ -56,6 +57,52 @@ def rotary_embeddings(decoder: PreTrainedModel) -> list[tuple[nn.Module, str]]:
     several = getattr(decoder, "rotary_embs", {})
     places = [(decoder, name) for name in names if hasattr(decoder, name)]
     return places + [(several, name) for name in several]
+
+
+def stock_rotation(
+    decoder: PreTrainedModel, layer_type: str | None
+) -> tuple[torch.Tensor, float] | None:
+    """Frequencies `(D/2,)` and gain that a decoder's own rotary embedding starts with.
+
+    Where it has no data (on the meta device), they are those that it would be made with.
+
+    Args:
+        decoder: the decoder, patched or not.
+        layer_type: of the layers that are asked about, in families that tell them apart.
+
+    Returns:
+        Radians per token, and a factor on cos and sin; None where no layer is of the type.
+    """
+    places = {name: getattr(holder, name) for holder, name in rotary_embeddings(decoder)}
+    local = "rotary_emb_local" if layer_type == "sliding_attention" else "rotary_emb"
+    module = places.get(layer_type or "") or places.get(local) or places["rotary_emb"]
+    module = getattr(module, "stock", module)
+    prefix = "" if hasattr(module, "inv_freq") else f"{layer_type}_"
+    if not hasattr(module, f"{prefix}inv_freq"):
+        return None
+    rope_type = (
+        module.rope_type if isinstance(module.rope_type, str) else module.rope_type[layer_type]
+    )
+    # Past the window these put others in their place, and take them back.
+    name = "original_inv_freq" if rope_type in ("dynamic", "longrope") else "inv_freq"
+    inv_freq, gain = getattr(module, prefix + name), getattr(module, f"{prefix}attention_scaling")
+    if inv_freq.is_meta:
+        inv_freq, gain = _rotation_anew(module, rope_type, layer_type if prefix else None)
+    return inv_freq, float(gain)
+
+
+def _rotation_anew(
+    module: Any, rope_type: str, layer_type: str | None
+) -> tuple[torch.Tensor, float]:
+    """What a rotary embedding computes when it is made, on the CPU."""
+    compute = getattr(module, "rope_init_fn", None)  # on transformers 4
+    if compute is None and rope_type == "default":
+        compute = module.compute_default_rope_parameters
+    compute = compute or ROPE_INIT_FUNCTIONS[rope_type]
+    kwargs = {} if layer_type is None else {"layer_type": layer_type}
+    with torch.device("cpu"):
+        made: tuple[torch.Tensor, float] = compute(module.config, device="cpu", **kwargs)
+    return made
 
 
 def rope_parameters(
