@@ -44,7 +44,8 @@ def dynamic_yarn_attention(
         attention_mask: unread; the plan has it.
         scaling: factor on the logits.
         dropout: probability of dropping a weight.
-        sliding_window: how many keys a query sees, itself included; None for all.
+        sliding_window: how many keys a query sees, itself included; None for all. Read where the
+            plan does not say.
         dynamic_yarn_plan: the plan of this forward call.
         **kwargs: what transformers passes beside, unread.
 
@@ -66,7 +67,8 @@ def dynamic_yarn_attention(
             f"layer {module.layer_idx} must attend over {plan.total} keys, got {key.shape[2]}: it "
             "left the cache out. Call model.eval(), or pass use_cache=False."
         )
-    call = LayerCall(module, plan, scaling, dropout, sliding_window)
+    window = plan.window_of(module, sliding_window)
+    call = LayerCall(module, plan, scaling, dropout, window)
     outputs, weights = [], []
     for first, output, weight in _attend(call, query, key, value):
         outputs.append(output)

@@ -17,7 +17,14 @@ from transformers import AttentionInterface, GenerationMixin, PretrainedConfig, 
 from .attention import ATTENTION_NAME, dynamic_yarn_attention
 from .cache import DynamicYaRNCache
 from .handover import adopt, cache_of_call, option
-from .models import attention_layers, cache_droppers, check_rotary, family_of, unrotated_layers
+from .models import (
+    attention_layers,
+    cache_droppers,
+    check_rotary,
+    family_of,
+    masked_windows,
+    unrotated_layers,
+)
 from .options import DynamicYaRNConfig
 from .plan import AttentionPlan, make_plan
 from .schedules import Schedule
@@ -128,6 +135,8 @@ class Patch:
             return (), kwargs  # the decoder's own error says it best
         check_causal(decoder.config, kwargs)
         check_rotary(decoder)
+        backend = backend_of(decoder)
+        windows = masked_windows(decoder, [layer for layer, _ in self.stock_configs])
         batch = given[0].shape[0]
         cache = cache_of_call(decoder, kwargs, self.schedule, batch)
         plan = make_plan(
@@ -136,11 +145,12 @@ class Patch:
             inputs=given[0],
             attention_mask=kwargs.get("attention_mask"),
             position_ids=kwargs.get("position_ids"),
-            backend=backend_of(decoder),
+            backend=backend,
             output_attentions=option(decoder, kwargs, "output_attentions"),
             unrotated=self.unrotated,
             interleaved=family_of(decoder).interleaved,
             windowed=self.windowed,
+            windows=None if "flash" in backend else windows,
         )
         if cache is not None:
             plan.cache = adopt(cache)

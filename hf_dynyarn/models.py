@@ -18,6 +18,20 @@ def _always(layer: Any) -> bool:
     return True
 
 
+def _no_window(model_config: Any, index: int) -> int | None:
+    return None
+
+
+def _one_window(model_config: Any, index: int) -> int | None:
+    window: int | None = model_config.sliding_window
+    return window
+
+
+def _window_by_type(model_config: Any, index: int) -> int | None:
+    slides = model_config.layer_types[index] == "sliding_attention"
+    return model_config.sliding_window or 0 if slides else None
+
+
 @dataclass(frozen=True)
 class Family:
     """One of transformers' model families.
@@ -34,6 +48,8 @@ class Family:
         finetuned: whether it was trained with the `factor` of its yarn parameters.
         by_layer_type: whether layers with a window have rope parameters of their own.
         partial: whether its attention can rotate a part of a head.
+        window: how many keys a query sees by the mask that its decoder makes, from the config and a
+            layer's index; None for all.
     """
 
     prefix: str
@@ -45,6 +61,7 @@ class Family:
     finetuned: bool = False
     by_layer_type: bool = False
     partial: bool = False
+    window: Callable[[Any, int], int | None] = _no_window
 
 
 # By `model_type`.
@@ -52,35 +69,44 @@ FAMILIES: dict[str, Family] = {
     "arcee": Family("Arcee"),
     "cohere": Family("Cohere", interleaved=True),
     "cohere2": Family(
-        "Cohere2", rotates=lambda layer: layer.sliding_window is not None, interleaved=True
+        "Cohere2",
+        rotates=lambda layer: layer.sliding_window is not None,
+        interleaved=True,
+        window=_window_by_type,
     ),
     "exaone4": Family(
-        "Exaone4", rotates=lambda layer: layer.sliding_window is None or layer.is_sliding
+        "Exaone4",
+        rotates=lambda layer: layer.sliding_window is None or layer.is_sliding,
+        window=_window_by_type,
     ),
     "gemma": Family("Gemma"),
-    "gemma3_text": Family("Gemma3", decoder="TextModel", by_layer_type=True),
+    "gemma3_text": Family(
+        "Gemma3", decoder="TextModel", by_layer_type=True, window=_window_by_type
+    ),
     "glm": Family("Glm", interleaved=True, partial=True),
     "glm4": Family("Glm4", interleaved=True, partial=True),
     # Its attention sinks are a column of the logits that only its own eager attention has.
-    "gpt_oss": Family("GptOss", backends=("eager",), finetuned=True),
+    "gpt_oss": Family("GptOss", backends=("eager",), finetuned=True, window=_window_by_type),
     "granite": Family("Granite"),
     "llama": Family("Llama"),
-    "ministral": Family("Ministral"),
-    "mistral": Family("Mistral"),
-    "mixtral": Family("Mixtral"),
+    "ministral": Family("Ministral", window=_window_by_type),
+    "mistral": Family("Mistral", window=_one_window),
+    "mixtral": Family("Mixtral", window=_one_window),
     "minimax_m2": Family("MiniMaxM2", partial=True),
     "olmo": Family("Olmo"),
     "olmo2": Family("Olmo2"),
-    "olmo3": Family("Olmo3", finetuned=True, by_layer_type=True),
+    "olmo3": Family("Olmo3", finetuned=True, by_layer_type=True, window=_window_by_type),
     "phi": Family("Phi", partial=True),
-    "phi3": Family("Phi3", drops_cache=True, partial=True),
-    "qwen2": Family("Qwen2"),
-    "qwen2_moe": Family("Qwen2Moe"),
-    "qwen3": Family("Qwen3"),
-    "qwen3_moe": Family("Qwen3Moe"),
+    "phi3": Family("Phi3", drops_cache=True, partial=True, window=_one_window),
+    "qwen2": Family("Qwen2", window=_window_by_type),
+    "qwen2_moe": Family("Qwen2Moe", window=_window_by_type),
+    "qwen3": Family("Qwen3", window=_window_by_type),
+    "qwen3_moe": Family("Qwen3Moe", window=_one_window),
     "seed_oss": Family("SeedOss"),
-    "smollm3": Family("SmolLM3", rotates=lambda layer: bool(layer.use_rope)),
-    "starcoder2": Family("Starcoder2"),
+    "smollm3": Family(
+        "SmolLM3", rotates=lambda layer: bool(layer.use_rope), window=_window_by_type
+    ),
+    "starcoder2": Family("Starcoder2", window=_one_window),
 }
 
 
@@ -131,8 +157,34 @@ def unrotated_layers(decoder: PreTrainedModel) -> frozenset[int]:
     return frozenset(layer.layer_idx for layer in layers if not rotates(layer))
 
 
-def windows(decoder: PreTrainedModel) -> list[int | None]:
-    """How many keys a query sees in each layer of the type that has a window."""
+def masked_windows(decoder: PreTrainedModel, layers: list[Any]) -> dict[int, int | None]:
+    """How many keys a query sees in each layer by the mask that the stock model makes.
+
+    Args:
+        decoder: the decoder.
+        layers: its attention layers, first to last.
+
+    Returns:
+        By index of the layer, None for all keys. What the attention itself is told may be another
+        number: flash attention, which takes no such mask, goes by that.
+
+    Raises:
+        ValueError: a layer with a window sees no key.
+    """
+    window, there = family_of(decoder).window, layers[: len(decoder.layers)]
+    found = {one.layer_idx: window(decoder.config, index) for index, one in enumerate(there)}
+    empty = [index for index, size in found.items() if size is not None and size < 1]
+    if empty:
+        raise ValueError(
+            f"sliding_window of the model must be at least 1 in a layer with a window, got "
+            f"{decoder.config.sliding_window!r} for layer {empty[0]}. Set it in the config before "
+            "the model is made, or leave the model unpatched."
+        )
+    return found
+
+
+def told_windows(decoder: PreTrainedModel) -> list[int | None]:
+    """How many keys a query sees in each layer with a window, as its attention is told."""
     types = decoder.config.layer_types
     layers = attention_layers(decoder)
     return [one.sliding_window for one in layers if types[one.layer_idx] == "sliding_attention"]

@@ -27,7 +27,14 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .hooks import Patch, backend_of, check_causal, patch_of
-from .models import check_rotary, family_of, find_decoder, is_decoder
+from .models import (
+    attention_layers,
+    check_rotary,
+    family_of,
+    find_decoder,
+    is_decoder,
+    masked_windows,
+)
 from .options import DynamicYaRNConfig
 from .resolve import resolve_windowed, schedule_of
 from .versions import check_keywords
@@ -150,6 +157,7 @@ def _check_and_patch(
     check_rotary(decoder)
     schedule = schedule_of(decoder, config)
     windowed = resolve_windowed(decoder, schedule)
+    masked_windows(decoder, attention_layers(decoder))
     backend_of(decoder)
     replaced = patch_of(decoder)
     if replaced is not None:

@@ -7,6 +7,7 @@ segments of columns in which no row's scale changes. Each layer takes one segmen
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,6 +38,8 @@ class AttentionPlan:
         packed: whether a row holds several documents.
         backend: transformers' name of the attention implementation.
         output_attentions: whether the weights are wanted.
+        windows: how many keys a query sees in each layer, by its index, None for all; None where
+            the layers themselves say.
     """
 
     schedule: Schedule
@@ -51,6 +54,7 @@ class AttentionPlan:
     packed: bool
     backend: str
     output_attentions: bool
+    windows: dict[int, int | None] | None = None
 
     def __post_init__(self) -> None:
         self.past = self.held.shape[1]
@@ -61,6 +65,10 @@ class AttentionPlan:
     def trained_segments(self) -> list[Segment]:
         """Segments for layers that keep the scale they were trained at."""
         return self.cut_trained()
+
+    def window_of(self, layer: Any, told: int | None) -> int | None:
+        """How many keys a query sees in a layer, which itself was `told` so; None for all."""
+        return told if self.windows is None else self.windows[layer.layer_idx]
 
     def segments_of(self, layer: nn.Module, window: int | None) -> list[Segment]:
         """The segments of a layer.
@@ -107,6 +115,7 @@ def make_plan(
     unrotated: frozenset[int] = frozenset(),
     interleaved: bool = False,
     windowed: Schedule | None = None,
+    windows: dict[int, int | None] | None = None,
 ) -> AttentionPlan:
     """Resolves positions, padding, documents and scales of one forward call.
 
@@ -130,6 +139,7 @@ def make_plan(
         interleaved: how the pairs of a head lie, see `rotate`.
         windowed: the schedule of layers that keep the scale they were trained at, where these were
             trained with other frequencies. Default: `schedule`.
+        windows: see `AttentionPlan`.
 
     Raises:
         TypeError: the mask or the positions are of another type.
@@ -193,6 +203,7 @@ def make_plan(
         packed=was_packed or starts is not None,
         backend=backend,
         output_attentions=output_attentions,
+        windows=windows,
     )
 
 

@@ -12,7 +12,14 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .models import FAMILIES, family_of, head_dim, windows
+from .models import (
+    FAMILIES,
+    attention_layers,
+    family_of,
+    head_dim,
+    masked_windows,
+    told_windows,
+)
 from .options import DynamicYaRNConfig
 from .rope_types import DYNAMIC_YARN, make_schedule
 from .schedules import Schedule
@@ -143,7 +150,9 @@ def resolve_windowed(decoder: PreTrainedModel, schedule: Schedule) -> Schedule |
             'stretched, got "forward". Leave it out.'
         )
     trained = schedule.original_max_position_embeddings
-    larger = [window for window in windows(decoder) if window is None or window > trained]
+    masked = masked_windows(decoder, attention_layers(decoder)).values()
+    windows = [*told_windows(decoder), *(window for window in masked if window is not None)]
+    larger = [window for window in windows if window is None or window > trained]
     if larger:
         raise ValueError(
             f"sliding_window must be at most original_max_position_embeddings, {trained}, for "
