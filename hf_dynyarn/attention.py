@@ -41,7 +41,7 @@ def dynamic_yarn_attention(
         query: `(B, Hq, T, D)`, un-rotated.
         key: `(B, Hkv, L, D)`, un-rotated, those of the cache included.
         value: `(B, Hkv, L, D)`.
-        attention_mask: unread; the plan has it.
+        attention_mask: the one that stands for the plan's, without any number.
         scaling: factor on the logits.
         dropout: probability of dropping a weight.
         sliding_window: how many keys a query sees, itself included; None for all. Read where the
@@ -54,7 +54,7 @@ def dynamic_yarn_attention(
         backend is eager, else None.
 
     Raises:
-        ValueError: there is no plan, or the keys are not those that were planned for.
+        ValueError: there is no plan, or the keys or the mask are not those that were planned for.
     """
     plan = dynamic_yarn_plan
     if plan is None:
@@ -66,6 +66,12 @@ def dynamic_yarn_attention(
         raise ValueError(
             f"layer {module.layer_idx} must attend over {plan.total} keys, got {key.shape[2]}: it "
             "left the cache out. Call model.eval(), or pass use_cache=False."
+        )
+    if attention_mask is None or attention_mask.numel() > 0:
+        raise ValueError(
+            f"layer {module.layer_idx} must get the mask that the model was called with, got "
+            f"{'none' if attention_mask is None else tuple(attention_mask.shape)} from the model's "
+            "own code. Pass it to the model as a 4-D attention_mask, or leave the model unpatched."
         )
     window = plan.window_of(module, sliding_window)
     call = LayerCall(module, plan, scaling, dropout, window)

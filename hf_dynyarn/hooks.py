@@ -20,6 +20,7 @@ from .handover import adopt, cache_of_call, option
 from .models import (
     attention_layers,
     cache_droppers,
+    check_own_code,
     check_rotary,
     family_of,
     masked_windows,
@@ -134,9 +135,11 @@ class Patch:
         if len(given) != 1:
             return (), kwargs  # the decoder's own error says it best
         check_causal(decoder.config, kwargs)
+        layers = [layer for layer, _ in self.stock_configs]
+        check_own_code(decoder, layers)
         check_rotary(decoder)
         backend = backend_of(decoder)
-        windows = masked_windows(decoder, [layer for layer, _ in self.stock_configs])
+        windows = masked_windows(decoder, layers)
         batch = given[0].shape[0]
         cache = cache_of_call(decoder, kwargs, self.schedule, batch)
         plan = make_plan(

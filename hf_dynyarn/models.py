@@ -233,6 +233,61 @@ def check_rotary(decoder: PreTrainedModel) -> None:
         )
 
 
+def check_own_code(decoder: PreTrainedModel, layers: list[Any]) -> None:
+    """Checks that a decoder and its attention layers run the code of their family, causally.
+
+    Another decoder may make other masks and positions than those of the call, another attention may
+    rotate or attend by itself; what a patched model does instead would then be something else. A
+    decoder layer, which hands on what it gets, may have code of its own; `dynamic_yarn_attention`
+    sees whether it makes masks.
+
+    Args:
+        decoder: the decoder.
+        layers: its attention layers.
+
+    Raises:
+        TypeError: a `forward` is not that of the family, or a layer is not where it belongs.
+        ValueError: a layer attends both ways.
+    """
+    family, code = family_of(decoder), _module(decoder.config.model_type)
+    names = (family.prefix + family.decoder, *[family.prefix + "Attention"] * len(layers))
+    for module, name in zip((decoder, *layers), names, strict=True):
+        # A wrapper on a module itself, such as accelerate's, calls the forward of its class.
+        forward = getattr(module.forward, "__func__", type(module).forward)
+        if (forward.__module__, forward.__qualname__) != (code, f"{name}.forward"):
+            raise TypeError(
+                f"forward() of {name} must be its own, from which a patched model takes masks, "
+                f"positions and rotation, got {forward.__module__}.{forward.__qualname__}. Leave "
+                "the model unpatched."
+            )
+    both_ways = [layer.layer_idx for layer in layers if not getattr(layer, "is_causal", True)]
+    if both_ways:
+        raise ValueError(
+            f"a patched model must attend causally, got is_causal=False in layers {both_ways}. "
+            "Leave it unpatched."
+        )
+
+
+def check_places(decoder: PreTrainedModel) -> None:
+    """Checks that no foreign module stands between a decoder layer and its attention.
+
+    Wrappers of torch only call what they hold; an adaption prompt of peft also rotates by itself.
+
+    Raises:
+        TypeError: one does.
+    """
+    model_type = decoder.config.model_type
+    for holder in decoder.modules():
+        held = any(_is_a(module, model_type, "Attention") for module in holder.children())
+        foreign = type(holder).__module__.split(".")[0] != "torch"
+        if held and foreign and not _is_a(holder, model_type, "DecoderLayer"):
+            raise TypeError(
+                "an attention layer of a patched model must be in its decoder layer, got one in a "
+                f"{type(holder).__name__} of {type(holder).__module__}. Take it out, or leave the "
+                "model unpatched."
+            )
+
+
 def _is_wrapped_for_kernels(rotary: Any) -> bool:
     """Whether a function is in the module that the package `kernels`, where installed, makes of it.
 

@@ -29,6 +29,8 @@ from transformers.utils import logging
 from .hooks import Patch, backend_of, check_causal, patch_of
 from .models import (
     attention_layers,
+    check_own_code,
+    check_places,
     check_rotary,
     family_of,
     find_decoder,
@@ -152,12 +154,15 @@ def _check_and_patch(
             "its generate() would throw the cache away, got a class-wide patch. Call "
             "patch_llama(model)."
         )
+    layers = attention_layers(decoder)
     check_keywords(decoder)
     check_causal(decoder.config, {})
+    check_own_code(decoder, layers)
+    check_places(decoder)
     check_rotary(decoder)
     schedule = schedule_of(decoder, config)
     windowed = resolve_windowed(decoder, schedule)
-    masked_windows(decoder, attention_layers(decoder))
+    masked_windows(decoder, layers)
     backend_of(decoder)
     replaced = patch_of(decoder)
     if replaced is not None:
