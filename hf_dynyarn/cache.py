@@ -192,14 +192,14 @@ class DynamicYaRNCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times, copies next to each other."""
         if self._positions is not None:
-            rows = torch.arange(self._positions.shape[0])
+            rows = torch.arange(self._positions.shape[0], device="cpu")
             self._select(rows.repeat_interleave(repeats).tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices`, by number or by a bool for each row, in that order."""
         if self._positions is not None:
-            rows = torch.arange(self._positions.shape[0])
-            self._select(rows[torch.as_tensor(indices).cpu()].tolist())
+            rows = torch.arange(self._positions.shape[0], device="cpu")
+            self._select(rows[torch.as_tensor(indices, device="cpu")].tolist())
 
     def reset(self) -> None:
         """Empties the cache, whatever filled it."""

@@ -27,7 +27,7 @@ class RotatedKeys:
     """The keys of one layer, rotated at one scale per row, for as long as the scales stay."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty((0, 0, 0, 0))  # (B, Hkv, room, D)
+        self._buffer = torch.empty((0, 0, 0, 0), device="cpu")  # (B, Hkv, room, D)
         self.forget()
 
     def forget(self) -> None:

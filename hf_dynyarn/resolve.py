@@ -183,7 +183,8 @@ def _rope_of_unpatched(
             f"{int(seq_len)} tokens in one that is not. Call patch_llama(model) first."
         )
     schedule = resolve_schedule(model_config, DynamicYaRNConfig(), layer_type or "full_attention")
-    return schedule.inv_freq(torch.ones((), dtype=torch.float64)).to(device), 1.0
+    one = torch.ones((), dtype=torch.float64, device="cpu")
+    return schedule.inv_freq(one).to(device), 1.0
 
 
 # So that such a model can be made at all. No other model notices.

@@ -196,12 +196,12 @@ class YaRNSchedule(Schedule):
     def inv_freq(self, scale: torch.Tensor) -> torch.Tensor:
         """Frequencies at each scale, `(..., D/2)`: equations (2) to (5)."""
         if self.trained is None:
-            periods = _periods(self.rope_theta, self.rotary_dim)
+            periods = _periods(self.rope_theta, self.rotary_dim, scale.device)
             trained = 1.0 / periods
         else:
-            trained = torch.tensor(self.trained, dtype=torch.float32)
+            trained = torch.tensor(self.trained, dtype=torch.float32, device=scale.device)
             periods = 1.0 / trained
-        ramp = self._ramp()
+        ramp = self._ramp(scale.device)
         stretched = 1.0 / (scale.float()[..., None] * periods)
         # 1 - (1 - w), not w: the roundings of the reference implementation.
         keep = 1 - ramp
@@ -221,7 +221,7 @@ class YaRNSchedule(Schedule):
             beyond = 0.1 * scale.log() + 1.0
         return torch.where(scale > 1, beyond, 1.0).float()
 
-    def _ramp(self) -> torch.Tensor:
+    def _ramp(self, device: torch.device) -> torch.Tensor:
         """Stretch `w_i` of each pair, equations (3) and (4): `(D/2,)` float32, 0 as trained."""
         low, high = self._pair_that_turns(self.beta_fast), self._pair_that_turns(self.beta_slow)
         if self.truncate:
@@ -229,7 +229,7 @@ class YaRNSchedule(Schedule):
         low, high = max(low, 0), min(high, self.rotary_dim - 1)
         if low == high:
             high += 0.001
-        pairs = torch.arange(self.rotary_dim // 2, dtype=torch.float32)
+        pairs = torch.arange(self.rotary_dim // 2, dtype=torch.float32, device=device)
         return ((pairs - low) / (high - low)).clamp(0, 1)
 
     def _pair_that_turns(self, times: float) -> float:
@@ -269,8 +269,8 @@ class NTKSchedule(Schedule):
         """Frequencies at each scale, `(..., D/2)`."""
         grown = self.factor * scale - (self.factor - 1)
         base = self.rope_theta * grown ** (self.rotary_dim / (self.rotary_dim - 2))
-        stretched = 1.0 / _periods(base.float()[..., None], self.rotary_dim)
-        trained = 1.0 / _periods(self.rope_theta, self.rotary_dim)
+        stretched = 1.0 / _periods(base.float()[..., None], self.rotary_dim, scale.device)
+        trained = 1.0 / _periods(self.rope_theta, self.rotary_dim, scale.device)
         return torch.where(scale[..., None] > 1, stretched, trained)
 
 
@@ -333,9 +333,9 @@ class LongRoPESchedule(Schedule):
 
     def inv_freq(self, scale: torch.Tensor) -> torch.Tensor:
         """Frequencies at each scale, `(..., D/2)`."""
-        periods = _periods(self.rope_theta, self.rotary_dim)
+        periods = _periods(self.rope_theta, self.rotary_dim, scale.device)
         short, long = (
-            1.0 / (torch.tensor(factors, dtype=torch.float32) * periods)
+            1.0 / (torch.tensor(factors, dtype=torch.float32, device=scale.device) * periods)
             for factors in (self.short_factor, self.long_factor)
         )
         return torch.where(scale[..., None] > 1, long, short)
@@ -345,14 +345,17 @@ class LongRoPESchedule(Schedule):
         return torch.full_like(scale, self.attention_factor, dtype=torch.float32)
 
 
-def _periods(rope_theta: float | torch.Tensor, rotary_dim: int) -> torch.Tensor:
+def _periods(
+    rope_theta: float | torch.Tensor, rotary_dim: int, device: torch.device | str
+) -> torch.Tensor:
     """`1 / theta_i` of equation (2), tokens per radian: `(..., D/2)` float32."""
-    return rope_theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+    even = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
+    return rope_theta ** (even / rotary_dim)
 
 
 def _trained_frequencies(rope: dict[str, Any], rotary_dim: int) -> tuple[float, ...] | None:
     """Frequencies of `linear` and `llama3` models, in transformers' roundings; None for others."""
-    theta = 1.0 / _periods(rope["rope_theta"], rotary_dim)
+    theta = 1.0 / _periods(rope["rope_theta"], rotary_dim, "cpu")
     if rope["rope_type"] == "linear":
         return tuple((theta / rope["factor"]).tolist())
     if rope["rope_type"] != "llama3":

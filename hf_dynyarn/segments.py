@@ -100,13 +100,13 @@ def told_apart(segments: list[Segment], starts: torch.Tensor, past: int, was_pac
 
 def _first_keys(starts: torch.Tensor, past: int) -> torch.Tensor:
     """First key of each new token's document, 0 where it began in an earlier call: `(B, T)`."""
-    keys = past + torch.arange(starts.shape[1])
+    keys = past + torch.arange(starts.shape[1], device=starts.device)
     return torch.where(starts, keys, 0).cummax(-1).values
 
 
 def _over_padding(scale: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """Gives padding the scale of the token before it, else after it, so that it cuts nothing."""
-    columns = torch.arange(scale.shape[1])
+    columns = torch.arange(scale.shape[1], device=scale.device)
     before = torch.where(valid, columns, -1).cummax(-1).values
     after = valid.long().argmax(-1, keepdim=True)
     return scale.gather(1, torch.where(before < 0, after, before))

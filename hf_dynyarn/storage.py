@@ -243,7 +243,7 @@ def _tensor_names(layers: int) -> list[str]:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return copied.copy_(tensor.detach())
 
 

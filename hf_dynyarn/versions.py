@@ -169,7 +169,7 @@ def _of_layer_type(model_config: PretrainedConfig, layer_type: str) -> dict[str,
 def cropped_length(length: int, *args: Any, **kwargs: Any) -> int:
     """What `Cache.crop` leaves of `length` tokens, as the installed transformers has it."""
     stock = DynamicLayer()
-    stock.keys = stock.values = torch.empty(1).expand(1, 1, length, 1)
+    stock.keys = stock.values = torch.empty(1, device="cpu").expand(1, 1, length, 1)
     stock.is_initialized = True
     stock.crop(*args, **kwargs)
     return int(stock.keys.shape[2])

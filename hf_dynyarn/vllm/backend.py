@@ -202,7 +202,7 @@ class Tables:
         return {scale: self._made[scale][0] for scale in wanted}
 
     def _make(self, scale: float, first: int, length: int) -> int:
-        scales, device = torch.tensor([scale], dtype=torch.float64), self.cos.device
+        scales, device = torch.tensor([scale], dtype=torch.float64, device="cpu"), self.cos.device
         cos, sin = rotary_tables(
             torch.arange(length, device=device)[None],
             self.schedule.inv_freq(scales).to(device),
@@ -281,7 +281,8 @@ class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
     def _pieces(self, request: int, start: int, stop: int, length: int) -> Iterator[Piece]:
         """Cuts the queries `[start, stop)` of a request, its last ones, where the scale changes."""
         past = length - (stop - start)
-        scales = self.tables.schedule.scale(torch.arange(past, length)[None])[0]
+        positions = torch.arange(past, length, device="cpu")
+        scales = self.tables.schedule.scale(positions[None])[0]
         values, counts = scales.unique_consecutive(return_counts=True)
         for scale, count in zip(values.tolist(), counts.tolist(), strict=True):
             past += count
@@ -325,16 +326,16 @@ class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
     ) -> Singles:
         size = self.kv_cache_spec.block_size
         first, token, length, number = (
-            torch.tensor(column)
+            torch.tensor(column, device="cpu")
             for column in zip(
                 *((firsts[one.scale], one.start, one.keys, one.request) for one in pieces),
                 strict=True,
             )
         )
         counts = -(-length // size)
-        requests = torch.arange(len(pieces)).repeat_interleave(counts)
+        requests = torch.arange(len(pieces), device="cpu").repeat_interleave(counts)
         # Places of the blocks in their requests.
-        places = torch.arange(len(requests)) - (counts.cumsum(0) - counts)[requests]
+        places = torch.arange(len(requests), device="cpu") - (counts.cumsum(0) - counts)[requests]
         keys = (length[requests] - places * size).clamp(max=size)
         starts = first[requests] + places * size
         device = self.device
@@ -366,7 +367,7 @@ class Scratch:
     _shared: ClassVar[WeakValueDictionary[Any, "Scratch"]] = WeakValueDictionary()
 
     def __init__(self, size: int) -> None:
-        self.gathered, self.rotated = torch.empty(2, size)
+        self.gathered, self.rotated = torch.empty(2, size, device=torch.get_default_device())
 
     @classmethod
     def shared(cls, size: int) -> "Scratch":
