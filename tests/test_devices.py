@@ -97,8 +97,14 @@ def test_a_default_device_other_than_the_models(rope, backend, tmp_path, request
 @pytest.mark.parametrize("case", CASES)
 def test_a_default_device_other_than_that_of_any_family(case, another_default):
     with torch.device("cpu"):
-        model, ids = tiny(case), random_ids(50)
+        model, stock, ids = tiny(case), tiny(case), random_ids(50)
         patch_llama(model, rescale_every=STEP)
         expected = logits_of(model, ids)
     patch_llama(model, rescale_every=STEP)
-    assert torch.equal(logits_of(model, ids), expected)
+    try:
+        ours = logits_of(model, ids)
+    except (NotImplementedError, RuntimeError):  # from Gemma's own code, on transformers 4
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            logits_of(stock, ids)
+        return
+    assert torch.equal(ours, expected)
