@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .models import (
     FAMILIES,
@@ -21,9 +20,9 @@ from .models import (
     told_windows,
 )
 from .options import DynamicYaRNConfig
-from .rope_types import DYNAMIC_YARN, make_schedule
+from .rope_types import DYNAMIC_YARN, WISHES, make_schedule
 from .schedules import Schedule
-from .versions import rope_parameters, stock_rotation
+from .versions import register_rope_type, rope_parameters, stock_rotation
 
 # Between float32 computations of the same frequencies on different devices.
 ROUNDING = 1e-5
@@ -188,4 +187,9 @@ def _rope_of_unpatched(
 
 
 # So that such a model can be made at all. No other model notices.
-ROPE_INIT_FUNCTIONS[DYNAMIC_YARN] = _rope_of_unpatched
+register_rope_type(
+    DYNAMIC_YARN,
+    _rope_of_unpatched,
+    required={"original_max_position_embeddings"},
+    known=set(WISHES),
+)

@@ -24,6 +24,11 @@ SCHEDULE_OF: dict[str, type[Schedule]] = {
 # Rope types whose parameters name the trained window; elsewhere it is `max_position_embeddings`.
 NAMES_WINDOW = ("yarn", "longrope", DYNAMIC_YARN)
 
+# Options that the config of a model of our type may ask for.
+WISHES = tuple(
+    one.name for one in fields(DynamicYaRNConfig) if one.name not in ("schedule", "finetuned")
+)
+
 
 def make_schedule(
     rope: dict[str, Any],
@@ -94,12 +99,11 @@ def _with_wishes(options: DynamicYaRNConfig, rope: dict[str, Any]) -> DynamicYaR
     """
     foreign = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
     wishes = {name: value for name, value in rope.items() if name not in foreign}
-    known = [one.name for one in fields(options) if one.name not in ("schedule", "finetuned")]
-    unknown = sorted(set(wishes) - set(known))
+    unknown = sorted(set(wishes) - set(WISHES))
     if unknown:
         raise TypeError(
-            f"rope_parameters of type {DYNAMIC_YARN!r} must be among {known}, got {unknown}. "
-            "Others are options of patch_llama()."
+            f"rope_parameters of type {DYNAMIC_YARN!r} must be among {list(WISHES)}, got "
+            f"{unknown}. Others are options of patch_llama()."
         )
     missing = {name: wish for name, wish in wishes.items() if getattr(options, name) is None}
     return replace(options, **missing)

@@ -2,11 +2,12 @@
 
 import inspect
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel, __version__
+from transformers import PretrainedConfig, PreTrainedModel, __version__, modeling_rope_utils
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -57,6 +58,37 @@ def rotary_embeddings(decoder: PreTrainedModel) -> list[tuple[nn.Module, str]]:
     several = getattr(decoder, "rotary_embs", {})
     places = [(decoder, name) for name in names if hasattr(decoder, name)]
     return places + [(several, name) for name in several]
+
+
+def register_rope_type(
+    name: str,
+    compute: Callable[..., tuple[torch.Tensor, float]],
+    required: set[str],
+    known: set[str],
+) -> None:
+    """Makes models of a rope type of ours possible, and their configs checked as those of others.
+
+    Args:
+        name: of the type.
+        compute: gives frequencies and gain, with the signature of transformers' own.
+        required: rope parameters without which a config raises a KeyError.
+        known: the other ones; more are warned of.
+    """
+    ROPE_INIT_FUNCTIONS[name] = compute
+    rules = ({"rope_type", *required}, {"rope_theta", "partial_rotary_factor", *known})
+
+    def validate_parameters(self: Any, rope: dict[str, Any], ignore_keys: Any = None) -> None:
+        self._check_received_keys(name, set(rope), *map(set, rules), ignore_keys=ignore_keys)
+
+    def validate_config(model_config: Any, ignore_keys: Any = None) -> None:
+        check: Any = modeling_rope_utils._check_received_keys
+        check(name, set(model_config.rope_scaling), *map(set, rules), ignore_keys=ignore_keys)
+
+    if TRANSFORMERS >= (5, 0):
+        mixin: Any = modeling_rope_utils.RotaryEmbeddingConfigMixin
+        setattr(mixin, f"_validate_{name}_rope_parameters", validate_parameters)
+    else:
+        modeling_rope_utils.ROPE_VALIDATION_FUNCTIONS[name] = validate_config
 
 
 def stock_rotation(
