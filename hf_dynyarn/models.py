@@ -144,6 +144,24 @@ def is_decoder(module: Any) -> bool:
     return len(attention_layers(module)) == len(module.layers)
 
 
+def is_decoder_class(cls: type) -> bool:
+    """Whether a class is the decoder of a supported family, not one derived from it."""
+    families = FAMILIES.items()
+    return _name(cls) in {(_module(key), one.prefix + one.decoder) for key, one in families}
+
+
+def is_image_model_class(cls: type) -> bool:
+    """Whether a class holds such a decoder, and lets it attend both ways over images."""
+    wrapped = ((key, one) for key, one in FAMILIES.items() if one.decoder != "Model")
+    return _name(cls) in {(_module(key), f"{one.prefix}Model") for key, one in wrapped}
+
+
+def drops_caches(cls: type) -> bool:
+    """Whether a class has a part of `generate()` that throws a cache away."""
+    code = {_module(key) for key, family in FAMILIES.items() if family.drops_cache}
+    return cls.__module__ in code and "prepare_inputs_for_generation" in vars(cls)
+
+
 def attention_layers(decoder: PreTrainedModel) -> list[Any]:
     """The attention layers of a decoder, first to last."""
     model_type = decoder.config.model_type
@@ -310,11 +328,20 @@ def _check_no_images(model: nn.Module, model_type: str) -> None:
         return
     wrappers = [module for module in model.modules() if _is_a(module, model_type, "Model")]
     if wrappers:
-        raise TypeError(
-            f"a patched model must attend causally, got one around a {type(wrappers[0]).__name__}, "
-            f"which attends both ways over images. Load its text model alone (model_type "
-            f"{model_type!r}), or leave it unpatched."
-        )
+        raise TypeError(both_ways_over_images(wrappers[0], model_type))
+
+
+def both_ways_over_images(wrapper: nn.Module, model_type: str) -> str:
+    """Why a decoder in a model that reads images is not served."""
+    return (
+        f"a patched model must attend causally, got one around a {type(wrapper).__name__}, which "
+        f"attends both ways over images. Load its text model alone (model_type {model_type!r}), or "
+        "leave it unpatched."
+    )
+
+
+def _name(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__name__
 
 
 def _module(model_type: str) -> str:
@@ -328,4 +355,4 @@ def _is_a(module: nn.Module, model_type: str, suffix: str) -> bool:
     By name, for importing the classes would import the code of all families.
     """
     wanted = (_module(model_type), FAMILIES[model_type].prefix + suffix)
-    return any((base.__module__, base.__name__) == wanted for base in type(module).__mro__)
+    return any(_name(base) == wanted for base in type(module).__mro__)

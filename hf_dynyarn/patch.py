@@ -11,7 +11,8 @@ Nothing of transformers is copied or overwritten. On each patched decoder,
 
 The model's own config stays as it is. It is where the backend is read from at each call, so
 `set_attn_implementation` works on a patched model, nothing of ours is ever saved, and models that
-share a config do not notice.
+share a config do not notice. A class-wide patch is found by models through the classes of their
+families (`reach.py`), for as long as it holds.
 
 The hooks are in `hooks.py`; which models can be patched, and where their parts are, in `models.py`;
 what depends on the version of transformers, in `versions.py`.
@@ -20,24 +21,32 @@ what depends on the version of transformers, in `versions.py`.
 import gc
 import threading
 import weakref
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import logging
 
 from .hooks import Patch, backend_of, check_causal, patch_of
 from .models import (
+    FAMILIES,
     attention_layers,
+    both_ways_over_images,
     check_own_code,
     check_places,
     check_rotary,
-    family_of,
+    drops_caches,
     find_decoder,
     is_decoder,
+    is_decoder_class,
+    is_image_model_class,
     masked_windows,
 )
 from .options import DynamicYaRNConfig
+from .reach import Reach
 from .resolve import resolve_windowed, schedule_of
 from .versions import check_keywords
 
@@ -46,8 +55,10 @@ logger = logging.get_logger(__name__)
 _lock = threading.RLock()
 
 _class_wide: "PatchHandle | None" = None
+_reach: Reach | None = None
+_number = 0  # of the class-wide patch, by which it knows the models that it leaves alone
 
-_patched: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
+_seen: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
 
 
 def patch_llama(
@@ -63,7 +74,8 @@ def patch_llama(
         model: a model of a supported family (`hf_dynyarn.models.FAMILIES`), or a wrapper around
             one. Without it the patch is class-wide: it holds for every such model of this process,
             loaded already or later, until `unpatch_llama()`, and leaves alone those that were
-            patched by themselves. A model is then checked when it is first called.
+            patched by themselves. A model is then checked when it is first called: one that cannot
+            be served stays as it is, with one warning that says why.
         config: the options.
         **options: the same options as keywords, in place of `config`.
 
@@ -97,7 +109,7 @@ def unpatch_llama(model: nn.Module | None = None) -> None:
     with _lock:
         if model is None:
             _remove_class_wide()
-            for decoder in _live_decoders():
+            for decoder in _live_models():
                 _restore(decoder)
             return
         decoder = find_decoder(model)
@@ -148,12 +160,6 @@ def _check_and_patch(
     decoder: PreTrainedModel, config: DynamicYaRNConfig, model: nn.Module | None
 ) -> None:
     """Patches a decoder for the model that holds it, or class-wide for whichever does."""
-    if model is None and family_of(decoder).drops_cache:
-        raise ValueError(
-            f"a model of model_type {decoder.config.model_type!r} must be patched by itself, for "
-            "its generate() would throw the cache away, got a class-wide patch. Call "
-            "patch_llama(model)."
-        )
     layers = attention_layers(decoder)
     check_keywords(decoder)
     check_causal(decoder.config, {})
@@ -172,7 +178,7 @@ def _check_and_patch(
         replaced.remove(decoder)
     in_force = _is_class_wide if model is None else None
     Patch(decoder, config, schedule, windowed, model, in_force)
-    _patched.add(decoder)
+    _seen.add(decoder)
 
 
 def _restore(decoder: PreTrainedModel) -> None:
@@ -182,15 +188,15 @@ def _restore(decoder: PreTrainedModel) -> None:
 
 
 def _patch_class_wide(config: DynamicYaRNConfig) -> PatchHandle:
-    global _class_wide
+    global _class_wide, _reach, _number
     if _class_wide is not None:
         logger.warning(
             f"patch_llama: all models were patched; {config} replaces {_class_wide.config}."
         )
         _remove_class_wide()
+    _number += 1
     _class_wide = PatchHandle(config)
-    # It has no __call__ of its own: nothing is overwritten, and deleting it restores all.
-    PreTrainedModel.__call__ = _patch_and_call
+    _reach = Reach(_attributes_of)
     return _class_wide
 
 
@@ -198,30 +204,108 @@ def _is_class_wide() -> bool:
     return _class_wide is not None
 
 
-def _patch_and_call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    """`PreTrainedModel.__call__` under the class-wide patch: patches a decoder if it is not yet."""
+def _attributes_of(cls: type) -> dict[str, Any]:
+    """What a class-wide patch puts on a class."""
+    if is_decoder_class(cls):
+        return {"__call__": _call_after(_patch_or_leave, cls)}
+    if is_image_model_class(cls):
+        return {"__call__": _call_after(_leave_decoder_in, cls)}
+    if drops_caches(cls):
+        stock = vars(cls)["prepare_inputs_for_generation"]
+        return {"prepare_inputs_for_generation": _prepare_instead_of(stock)}
+    return {}
+
+
+def _call_after(look: Callable[[Any], None], owner: Any) -> Callable[..., Any]:
+    """The `__call__` of a class: looks at a model when it is first called.
+
+    `torch.compile` can follow it but for that look, after which a model that is left alone is one
+    graph as before.
+    """
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _was_seen(self):
+            look(self)
+        return super(owner, self).__call__(*args, **kwargs)
+
+    return call
+
+
+def _prepare_instead_of(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A `prepare_inputs_for_generation` that leaves the cache of a patched model alone."""
+
+    @wraps(stock)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        decoder = self.get_decoder()
+        if not _was_seen(decoder):
+            _patch_or_leave(decoder)  # before its first call, when the cache would be gone
+        patched = patch_of(decoder) is not None
+        chosen = GenerationMixin.prepare_inputs_for_generation if patched else stock
+        return chosen(self, *args, **kwargs)
+
+    return prepare
+
+
+def _was_seen(model: nn.Module) -> bool:
+    """Whether a model is patched, or is left alone by the class-wide patch in force."""
+    patched = getattr(model, "_dynamic_yarn", None) is not None
+    return patched or getattr(model, "_dynamic_yarn_left", 0) == _number
+
+
+@torch.compiler.disable
+def _patch_or_leave(decoder: PreTrainedModel) -> None:
+    """Patches a decoder class-wide, or, where it cannot be served, leaves it and says why."""
     with _lock:
-        if _class_wide is not None and patch_of(model) is None and is_decoder(model):
-            _check_and_patch(model, _class_wide.config, None)
-    return super(PreTrainedModel, model).__call__(*args, **kwargs)
+        if _class_wide is None or _was_seen(decoder):
+            return
+        if decoder.config.model_type not in FAMILIES:
+            _leave(decoder)
+            return
+        try:
+            _check_and_patch(find_decoder(decoder), _class_wide.config, None)
+        except (TypeError, ValueError) as error:
+            _leave(decoder, str(error))
+
+
+@torch.compiler.disable
+def _leave_decoder_in(model: PreTrainedModel) -> None:
+    """Leaves the decoder of a model that reads images, whose masks are not causal, and says why."""
+    with _lock:
+        if _class_wide is None or _was_seen(model):
+            return
+        for decoder in filter(is_decoder, model.modules()):
+            patch = patch_of(decoder)
+            if patch is not None and patch.in_force is not None:  # it was called by itself
+                patch.remove(decoder)
+            if patch is None or patch.in_force is not None:
+                _leave(decoder)
+        _leave(model, both_ways_over_images(model, decoder.config.model_type))
+
+
+def _leave(model: PreTrainedModel, why: str | None = None) -> None:
+    model._dynamic_yarn_left = _number
+    _seen.add(model)
+    if why is not None:
+        logger.warning(f"patch_llama: a {type(model).__name__} is left as it is: {why}")
 
 
 def _remove_class_wide() -> None:
-    global _class_wide
-    if _class_wide is None:
+    global _class_wide, _reach
+    if _reach is None:
         return
-    _class_wide = None
-    del PreTrainedModel.__call__
-    for decoder in _live_decoders():
-        patch = patch_of(decoder)
+    _reach.remove()
+    _class_wide = _reach = None
+    for model in _live_models():
+        patch = patch_of(model)
         if patch is not None and patch.in_force is not None:
-            _restore(decoder)
+            patch.remove(model)
+        vars(model).pop("_dynamic_yarn_left", None)
 
 
-def _live_decoders() -> list[PreTrainedModel]:
-    """Every patched decoder of this process.
+def _live_models() -> list[PreTrainedModel]:
+    """Every model of this process that we may have changed.
 
     The garbage collector knows the deep copies, our own set those that were frozen away from it.
     """
     found = {thing for thing in gc.get_objects() if issubclass(type(thing), PreTrainedModel)}
-    return [decoder for decoder in found.union(_patched) if patch_of(decoder) is not None]
+    return list(found.union(_seen))

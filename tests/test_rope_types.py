@@ -191,11 +191,6 @@ class TestLongRoPE:
             assert "prepare_inputs_for_generation" in vars(model)
         assert "prepare_inputs_for_generation" not in vars(model)
 
-    def test_a_class_wide_patch_cannot_reach_generate(self):
-        patch_llama()
-        with pytest.raises(ValueError, match=r"'phi3' must be patched by itself.*patch_llama\(mod"):
-            logits_of(tiny("phi3-longrope"), random_ids(8))
-
     def test_scales_are_one_or_the_factor(self):
         model, cache = model_of(LONGROPE), DynamicYaRNCache()
         patch_llama(model)
