@@ -67,8 +67,9 @@ def patch_llama(
     """Makes a model attend with Dynamic YaRN, past its window as well as within it.
 
     A patched model takes a `DynamicYaRNCache`, and makes one itself where a stock model makes a
-    `DynamicCache`. Up to the window its results are those of the stock model. Patching a model
-    again replaces its options.
+    `DynamicCache`. Up to the window its results are those of the stock model, or, where its config
+    says `yarn` without `finetuned`, of that model before yarn. Patching a model again replaces its
+    options.
 
     Args:
         model: a model of a supported family (`hf_dynyarn.models.FAMILIES`), or a wrapper around

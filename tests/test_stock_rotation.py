@@ -227,3 +227,21 @@ class TestTheSameFrequencies:
         with torch.device("meta"):
             model = type(twin)(copy.deepcopy(twin.config))
         patch_llama(model)
+
+
+class TestStaticYarn:
+    """The exception to "up to the window the model is the stock model"."""
+
+    def test_is_the_model_before_yarn(self):
+        model, ids = model_of(YARN), random_ids(WINDOW)
+        stock, plain = logits_of(model, ids), logits_of(tiny_llama(), ids)
+        assert (stock - plain).abs().max() > 0.1
+        patch_llama(model)
+        assert_close(logits_of(model, ids), plain)
+
+    @pytest.mark.parametrize("rope", [YARN, TUNED, DEEPSEEK], ids=["yarn", "tuned", "deepseek"])
+    def test_is_the_stock_model_up_to_its_factor_where_it_was_trained_so(self, rope):
+        model, ids = model_of(rope), random_ids(4 * WINDOW)
+        stock = logits_of(model, ids)
+        patch_llama(model, finetuned=True)
+        assert_close(logits_of(model, ids), stock)
