@@ -98,7 +98,6 @@ class Patch:
 
     def _replace_parts(self, decoder: PreTrainedModel) -> None:
         AttentionInterface.register(ATTENTION_NAME, dynamic_yarn_attention)
-        decoder._dynamic_yarn = self
         for holder, name in rotary_embeddings(decoder):
             setattr(holder, name, UnrotatedEmbedding(getattr(holder, name)))
         attention_config = copy.copy(decoder.config)
@@ -108,6 +107,7 @@ class Patch:
         for wrapper in self.cache_droppers:
             prepare = GenerationMixin.prepare_inputs_for_generation
             wrapper.prepare_inputs_for_generation = MethodType(prepare, wrapper)
+        decoder._dynamic_yarn = self  # last: another thread takes it for patched from here on
 
     def remove(self, decoder: PreTrainedModel) -> None:
         """Gives back the stock decoder."""

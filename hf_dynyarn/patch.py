@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import nn
@@ -56,7 +57,7 @@ _lock = threading.RLock()
 
 _class_wide: "PatchHandle | None" = None
 _reach: Reach | None = None
-_number = 0  # of the class-wide patch, by which it knows the models that it leaves alone
+_token = ""  # of the class-wide patch in force, by which it knows the models that it leaves alone
 
 _seen: "weakref.WeakSet[PreTrainedModel]" = weakref.WeakSet()
 
@@ -189,13 +190,13 @@ def _restore(decoder: PreTrainedModel) -> None:
 
 
 def _patch_class_wide(config: DynamicYaRNConfig) -> PatchHandle:
-    global _class_wide, _reach, _number
+    global _class_wide, _reach, _token
     if _class_wide is not None:
         logger.warning(
             f"patch_llama: all models were patched; {config} replaces {_class_wide.config}."
         )
         _remove_class_wide()
-    _number += 1
+    _token = uuid4().hex  # a pickled model takes it to other processes
     _class_wide = PatchHandle(config)
     _reach = Reach(_attributes_of)
     return _class_wide
@@ -250,7 +251,7 @@ def _prepare_instead_of(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _was_seen(model: nn.Module) -> bool:
     """Whether a model is patched, or is left alone by the class-wide patch in force."""
     patched = getattr(model, "_dynamic_yarn", None) is not None
-    return patched or getattr(model, "_dynamic_yarn_left", 0) == _number
+    return patched or getattr(model, "_dynamic_yarn_left", None) == _token
 
 
 @torch.compiler.disable
@@ -284,7 +285,7 @@ def _leave_decoder_in(model: PreTrainedModel) -> None:
 
 
 def _leave(model: PreTrainedModel, why: str | None = None) -> None:
-    model._dynamic_yarn_left = _number
+    model._dynamic_yarn_left = _token
     _seen.add(model)
     if why is not None:
         logger.warning(f"patch_llama: a {type(model).__name__} is left as it is: {why}")

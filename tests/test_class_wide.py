@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 
-from hf_dynyarn import DynamicYaRNCache, DynamicYaRNConfig, patch_llama, unpatch_llama
+from hf_dynyarn import DynamicYaRNCache, DynamicYaRNConfig, hooks, patch_llama, unpatch_llama
 
 LONG = random_ids(70)
 
@@ -135,6 +136,29 @@ class TestClassWide:
             thread.join()
         assert all(torch.equal(logits, results[0]) for logits in results)
         assert len(model.model._forward_pre_hooks) == 1
+
+    def test_a_call_while_another_thread_patches(self, model, monkeypatch):
+        """It waits: half patched, a model would rotate twice."""
+        expected = logits_of(tiny_patched(), LONG)
+        patching, results, stock = threading.Event(), {}, hooks.rotary_embeddings
+
+        def slow(decoder):
+            patching.set()
+            time.sleep(0.5)
+            return stock(decoder)
+
+        def call(name):
+            results[name] = logits_of(model, LONG)
+
+        patch_llama()
+        monkeypatch.setattr(hooks, "rotary_embeddings", slow)
+        first = threading.Thread(target=call, args=("first",))
+        first.start()
+        assert patching.wait(10)
+        call("second")
+        first.join()
+        assert torch.equal(results["first"], expected)
+        assert torch.equal(results["second"], expected)
 
 
 def gpt2():
