@@ -13,6 +13,7 @@ How a layer holds its keys is in `layers.py`, what a cache looks like in a file 
 `storage.py`.
 """
 
+import copy
 import os
 import weakref
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from . import storage
-from .layers import DynamicYaRNLayer, kind_of, with_room
+from .layers import DynamicYaRNLayer, kind_of, ordinary_tensors, with_room
 from .positions import document_starts, last_positions
 from .schedules import Schedule
 from .versions import cropped_length
@@ -51,6 +52,7 @@ class DynamicYaRNCache(Cache):
         TypeError: `rotated_copy` is not a bool, or `offloading` is asked for.
     """
 
+    layers: Any  # a list of DynamicYaRNLayer, which users may reach into
     schedule: Schedule | None
     packed: bool
     _positions: torch.Tensor | None  # (B, room)
@@ -74,16 +76,22 @@ class DynamicYaRNCache(Cache):
     def positions(self) -> torch.Tensor | None:
         """0-based position of every held token in its own row or document, `(B, T)`.
 
-        It is -1 where the token is padding. None while the cache is empty.
+        It is -1 where the token is padding. A copy: the cache goes by its own. None while the cache
+        is empty.
         """
+        return None if self.held_positions is None else self.held_positions.clone()
+
+    @property
+    def held_positions(self) -> torch.Tensor | None:
+        """The same, not copied: to read."""
         return None if self._positions is None else self._positions[:, : self._length]
 
     @property
     def scales(self) -> list[float]:
         """Scale of each row's newest token; empty while the cache is."""
-        if self.positions is None or self.schedule is None:
+        if self.held_positions is None or self.schedule is None:
             return []
-        newest = last_positions(self.positions)
+        newest = last_positions(self.held_positions)
         return self.schedule.scale(newest[:, None].cpu())[:, 0].tolist()
 
     def begin(self, forward: Any) -> None:
@@ -146,19 +154,22 @@ class DynamicYaRNCache(Cache):
         if self._forward is None or self._forward() is None:
             raise TypeError(UNPATCHED)
         while len(self.layers) <= layer_idx:
-            self.layers.append(DynamicYaRNLayer(self.rotated_copy))
+            self.layers.append(DynamicYaRNLayer(self.rotated_copy, owner=self))
         layer = self.layers[layer_idx]
-        if layer.is_initialized and kind_of(layer.keys) != kind_of(key_states):
-            raise ValueError(
-                "new keys must have the dtype, batch, heads and head_dim of those in the cache, "
-                f"{kind_of(layer.keys)}, got {kind_of(key_states)}. Start a new DynamicYaRNCache, "
-                "or call the model as it was called before."
-            )
+        new = {"keys": key_states, "values": value_states} if layer.is_initialized else {}
+        for name, states in new.items():
+            held = kind_of(getattr(layer, name))
+            if held != kind_of(states):
+                raise ValueError(
+                    f"new {name} must have the dtype, batch, heads and head_dim of those in the "
+                    f"cache, {held}, got {kind_of(states)}. Start a new DynamicYaRNCache, or call "
+                    "the model as it was called before."
+                )
         if layer.is_initialized and layer.keys.device != key_states.device:
             # Loaded, or moved by `to`, while the layers of a model may be on several devices.
             layer.to(key_states.device)
         keys: torch.Tensor
-        keys, values = layer.update(key_states, value_states)
+        keys, values = layer.append(key_states, value_states)
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -182,8 +193,8 @@ class DynamicYaRNCache(Cache):
         for layer in self.layers:
             layer.shorten(length)
         self._length = length
-        if self.positions is not None and self.packed:
-            self.packed = bool(document_starts(self.positions)[:, 1:].any())
+        if self.held_positions is not None and self.packed:
+            self.packed = bool(document_starts(self.held_positions)[:, 1:].any())
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was."""
@@ -203,7 +214,6 @@ class DynamicYaRNCache(Cache):
 
     def reset(self) -> None:
         """Empties the cache, whatever filled it."""
-        self.layers.clear()
         self._clear()
 
     def to(self, device: torch.device | str | int) -> "DynamicYaRNCache":
@@ -269,14 +279,14 @@ class DynamicYaRNCache(Cache):
             `"layers.<i>.values"` `(B, Hkv, T, D)`; and `"hf_dynyarn"`, a dict of the options. What
             an unfinished forward call has appended is left out.
         """
-        self._check_lengths()
+        self.check_layers()
         length = self._length
         return storage.to_plain(
             storage.Contents(
                 schedule=self.schedule if length else None,
                 packed=self.packed,
                 rotated_copy=self.rotated_copy,
-                positions=self.positions if length else None,
+                positions=self.held_positions if length else None,
                 layers=[
                     (layer.keys[:, :, :length], layer.values[:, :, :length])
                     for layer in self.layers
@@ -310,16 +320,28 @@ class DynamicYaRNCache(Cache):
             layer = DynamicYaRNLayer(cache.rotated_copy)
             layer.keys = keys.to(device, copy=True)
             layer.values = values.to(device, copy=True)
-            layer.is_initialized = True
             cache.layers.append(layer)
         return cache
 
+    def __copy__(self) -> "DynamicYaRNCache":
+        """As a deep copy: tokens of two caches cannot be in the same layers."""
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DynamicYaRNCache":
+        made = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in self.__getstate__().items():
+            copied = name in ("layers", "_positions")
+            made.__dict__[name] = value if copied else copy.deepcopy(value, memo)
+        return made
+
     def __getstate__(self) -> dict[str, Any]:
-        self._drop_uncommitted()
-        positions = None if self.positions is None else self.positions.clone()
-        return {**self.__dict__, "_positions": positions}
+        """What a copy is made of: what an unfinished forward call has appended is left out."""
+        self.check_layers()
+        layers = [layer.copied(self._length) for layer in self.layers] if self._length else []
+        return {**self.__dict__, "layers": layers, "_positions": self.positions, "_forward": None}
 
     def _clear(self) -> None:
+        self.layers = []  # another list, which somebody else may hold
         self._positions, self._length = None, 0
         self.schedule, self.packed = None, False
         self._forward = None
@@ -328,25 +350,41 @@ class DynamicYaRNCache(Cache):
         self._drop_uncommitted()
         if self._positions is None or rows == list(range(len(self._positions))):
             return
-        self._positions = self._positions[torch.tensor(rows, device=self._positions.device)]
+        with ordinary_tensors():
+            self._positions = self._positions[torch.tensor(rows, device=self._positions.device)]
         for layer in self.layers:
             layer.select(rows)
 
     def _drop_uncommitted(self) -> None:
         """Undoes a forward call that did not reach `commit`."""
         self._forward = None
+        self.check_layers()
         if self._length == 0:
-            self.layers.clear()
-        self._check_lengths()
+            self.layers = []
         for layer in self.layers:
             layer.shorten(self._length)
 
-    def _check_lengths(self) -> None:
-        """Raises a ValueError where a layer has fewer tokens than the cache."""
+    def check_layers(self) -> None:
+        """Checks what a user may have done to the list of layers, and to each.
+
+        Raises:
+            TypeError: one of them is none of ours.
+            ValueError: one of them is another cache's too, is there twice, or lacks tokens, or
+                somebody has put more of them in.
+        """
+        rows = 0 if self._positions is None else self._positions.shape[0]
+        seen: set[int] = set()
         for index, layer in enumerate(self.layers):
-            if layer.get_seq_length() < self._length:
-                raise ValueError(
-                    f"layer {index} of the cache must hold {self._length} tokens like the cache "
-                    f"itself, got {layer.get_seq_length()}. Cut tokens off with cache.crop(), "
-                    "which crops the positions too."
+            name = f"layer {index} of the cache"
+            if not isinstance(layer, DynamicYaRNLayer):
+                raise TypeError(
+                    f"{name} must be a DynamicYaRNLayer, got a {type(layer).__name__}. Call the "
+                    "model with a DynamicYaRNCache that makes its own layers."
                 )
+            if id(layer) in seen or not layer.claim(self):
+                raise ValueError(
+                    f"{name} must be in one place, got one that is in another cache, or in this "
+                    "one twice. Give each cache its own layers: copy.deepcopy(cache)."
+                )
+            seen.add(id(layer))
+            layer.check(name, rows, self._length)

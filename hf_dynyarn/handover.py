@@ -93,18 +93,21 @@ def check_fits(
         head_dim: of each head.
 
     Raises:
+        TypeError: a layer of the cache is none of ours.
         ValueError: it cannot.
     """
-    if cache.positions is None:
+    positions = cache.held_positions
+    if positions is None:
         return
+    cache.check_layers()
     if cache.schedule != schedule:
         raise ValueError(
             f"a cache must be continued under the options that filled it, {cache.schedule}, got "
             f"{schedule}. Start a new DynamicYaRNCache, or patch the model with those options."
         )
-    if cache.positions.shape[0] != batch:
+    if positions.shape[0] != batch:
         raise ValueError(
-            f"the call must have the batch size of the cache, {cache.positions.shape[0]}, got "
+            f"the call must have the batch size of the cache, {positions.shape[0]}, got "
             f"{batch}. Use cache.batch_repeat_interleave() or cache.batch_select_indices(), or "
             "start a new DynamicYaRNCache."
         )

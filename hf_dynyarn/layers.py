@@ -5,7 +5,9 @@ un-rotated ones, and a decoding step rotates the new key only. When the scale of
 row is rotated again from the un-rotated keys, so nothing drifts.
 """
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,12 +45,14 @@ class RotatedKeys:
     def select(self, rows: list[int]) -> None:
         """Row `i` becomes what row `rows[i]` was."""
         if self._scales:
-            self._buffer = self._buffer[torch.tensor(rows, device=self._buffer.device)]
+            with ordinary_tensors():
+                self._buffer = self._buffer[torch.tensor(rows, device=self._buffer.device)]
             self._scales = [self._scales[row] for row in rows]
 
     def to(self, device: torch.device | str | int) -> None:
         """Moves the keys that are there."""
-        self._buffer = self._buffer.to(device)
+        with ordinary_tensors():
+            self._buffer = self._buffer.to(device)
 
     def advance(
         self,
@@ -129,10 +133,17 @@ class DynamicYaRNLayer(DynamicLayer):
     _keys: Any  # (B, Hkv, room, D); None while empty
     _values: Any
     _length: int
+    _version: int  # torch's count of the writes to `_keys`, our own newest one included
+    _by_hand: bool  # whether a user has put tensors in, which are unchecked and have no room
+    _owner: "weakref.ref[Any] | None"  # the cache that the layer is in
 
-    def __init__(self, rotated_copy: bool = True) -> None:
+    def __init__(self, rotated_copy: bool = True, owner: Any = None) -> None:
         self.rotated = RotatedKeys() if rotated_copy else None
+        self._keys = self._values = None
+        self._length = self._version = 0
+        self._by_hand, self._owner = True, None if owner is None else weakref.ref(owner)
         super().__init__()
+        self._by_hand = False
 
     @property
     def keys(self) -> Any:
@@ -140,6 +151,8 @@ class DynamicYaRNLayer(DynamicLayer):
 
     @keys.setter
     def keys(self, keys: torch.Tensor | None) -> None:
+        _check_states("keys", keys)
+        self._take_in_hand()
         self._keys = keys
         self._length = 0 if keys is None else keys.shape[2]
         if self.rotated is not None:
@@ -147,32 +160,84 @@ class DynamicYaRNLayer(DynamicLayer):
 
     @property
     def values(self) -> Any:
-        return None if self._values is None else self._values[:, :, : self._length]
+        if self._values is None or self._by_hand:
+            return self._values
+        return self._values[:, :, : self._length]
 
     @values.setter
     def values(self, values: torch.Tensor | None) -> None:
+        _check_states("values", values)
+        self._take_in_hand()
         self._values = values
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    def append(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends keys and values, `(B, Hkv, T, D)` each; returns all of them."""
         if not self.is_initialized:
-            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+            self._keys, self._values = key_states[:, :, :0], value_states[:, :, :0]
             self.is_initialized = True
+        self._notice_edits()
+        begin, end = self._length, self._length + key_states.shape[2]
         if torch.is_grad_enabled():
             # A backward pass may need what was read so far to stay as it is.
-            keys, values = self.keys, self.values
-            self.keys = torch.cat((keys, key_states), dim=2)
-            self.values = torch.cat((values, value_states), dim=2)
-            return self.keys, self.values
-        begin, end = self._length, self._length + key_states.shape[2]
-        self._keys = with_room(self._keys, begin, end, dim=2)
-        self._values = with_room(self._values, begin, end, dim=2)
-        self._keys[:, :, begin:end] = key_states
-        self._values[:, :, begin:end] = value_states
-        self._length = end
+            self._keys = torch.cat((self.keys, key_states), dim=2)
+            self._values = torch.cat((self.values, value_states), dim=2)
+            if self.rotated is not None:
+                self.rotated.forget()
+        else:
+            self._keys = with_room(self._keys, begin, end, dim=2)
+            self._values = with_room(self._values, begin, end, dim=2)
+            self._keys[:, :, begin:end] = key_states
+            self._values[:, :, begin:end] = value_states
+        self._length, self._version = end, self._keys._version
         return self.keys, self.values
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Raises a TypeError: the cache appends, which knows the positions."""
+        raise TypeError(
+            "tokens of a DynamicYaRNLayer must be added by calling the model with its cache, which "
+            "records their positions, got a call of update()."
+        )
+
+    def claim(self, cache: Any) -> bool:
+        """Makes a cache the owner if there is none; whether it is the owner now."""
+        owner = None if self._owner is None else self._owner()
+        if owner is None:
+            self._take_in_hand()  # whatever another cache has left
+            self._owner = weakref.ref(cache)
+        return owner is None or owner is cache
+
+    def check(self, name: str, rows: int, length: int) -> None:
+        """Checks that all tokens of the cache are there, and, of what was put in by hand, no more.
+
+        Args:
+            name: of the layer.
+            rows: of the cache.
+            length: tokens of the cache. Beyond them may lie what a failed call has appended.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if not self._by_hand:
+            fits = self._length >= length
+        elif self._keys is None or self._values is None:
+            fits = self._keys is self._values and length == 0
+        else:
+            keys, values = (
+                (*states.shape[:3], states.dtype, states.device)
+                for states in (self._keys, self._values)
+            )
+            fits = keys == values and (keys[0], keys[2]) == (rows, length)
+        if fits:
+            self._by_hand, self.is_initialized = False, self._keys is not None
+            return
+        raise ValueError(
+            f"{name} must hold {length} tokens like the cache itself, in {rows} rows of keys and "
+            f"values of one dtype on one device, got {_told(self.keys)} as keys and "
+            f"{_told(self.values)} as values. Cut tokens off with cache.crop(), and add them by "
+            "calling the model: both keep the positions."
+        )
 
     def shorten(self, length: int) -> None:
         """Keeps the first `length` tokens; the buffers stay."""
@@ -182,27 +247,64 @@ class DynamicYaRNLayer(DynamicLayer):
 
     def select(self, rows: list[int]) -> None:
         """Row `i` becomes what row `rows[i]` was."""
-        index = torch.tensor(rows, device=self._keys.device)
-        self._keys, self._values = self._keys[index], self._values[index]
+        self._notice_edits()
+        with ordinary_tensors():
+            index = torch.tensor(rows, device=self._keys.device)
+            self._keys, self._values = self._keys[index], self._values[index]
+        self._version = self._keys._version
         if self.rotated is not None:
             self.rotated.select(rows)
 
     def to(self, device: torch.device | str | int) -> None:
         """Moves the keys, rotated and not, and the values."""
         if self.is_initialized:
-            self._keys, self._values = self._keys.to(device), self._values.to(device)
+            self._notice_edits()
+            with ordinary_tensors():
+                self._keys, self._values = self._keys.to(device), self._values.to(device)
+            self._version = 0 if self._keys.is_inference() else self._keys._version
         if self.rotated is not None:
             self.rotated.to(device)
 
     def get_seq_length(self) -> int:
         return self._length
 
+    def copied(self, length: int | None = None) -> "DynamicYaRNLayer":
+        """A layer in no cache, with copies of the first `length` tokens, or of all.
+
+        Copies carry no spare room, and no keys that can be rotated again. Gradients reach through
+        them what filled this one.
+        """
+        made = type(self).__new__(type(self))
+        made.__dict__ |= self.__dict__ | {"_owner": None}
+        made.rotated = None if self.rotated is None else RotatedKeys()
+        with ordinary_tensors():
+            if self._keys is not None:
+                made._keys = self.keys[:, :, :length].clone()
+                made._length, made._version = made._keys.shape[2], made._keys._version
+            if self._values is not None:
+                made._values = self.values[:, :, :length].clone()
+        return made
+
+    def __copy__(self) -> "DynamicYaRNLayer":
+        return self.copied()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DynamicYaRNLayer":
+        return self.copied()
+
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles carry no spare room, and no keys that can be rotated again."""
-        state = {**self.__dict__, "rotated": None if self.rotated is None else RotatedKeys()}
-        if self._keys is not None and self._keys.shape[2] > self._length:
-            state |= {"_keys": self.keys.clone(), "_values": self.values.clone()}
-        return state
+        return self.copied().__dict__
+
+    def _take_in_hand(self) -> None:
+        """Makes `check` look at all there is."""
+        if not self._by_hand:
+            self._keys, self._values, self._by_hand = self.keys, self.values, True
+
+    def _notice_edits(self) -> None:
+        """Forgets the rotated copy of keys that somebody else has written to."""
+        if self.rotated is None or self._keys.is_inference():
+            return  # an inference tensor was put in by hand, and nothing is rotated since
+        if self._keys._version != self._version:
+            self.rotated.forget()
 
 
 def with_room(buffer: torch.Tensor, length: int, needed: int, dim: int) -> torch.Tensor:
@@ -218,16 +320,38 @@ def with_room(buffer: torch.Tensor, length: int, needed: int, dim: int) -> torch
         The buffer itself where it is long enough, else a longer one.
     """
     # Tensors made in inference mode, or in a graph, must not be written to outside.
-    writable = not (buffer.is_inference() and not torch.is_inference_mode_enabled())
-    if needed <= buffer.shape[dim] and writable and not buffer.requires_grad:
+    writable = not (buffer.is_inference() or buffer.requires_grad)
+    if needed <= buffer.shape[dim] and writable:
         return buffer
     shape = list(buffer.shape)
     shape[dim] = needed + max(LEAST_GROWTH, needed // 8)
-    longer = torch.empty(shape, dtype=buffer.dtype, device=buffer.device)
+    with ordinary_tensors():
+        longer = torch.empty(shape, dtype=buffer.dtype, device=buffer.device)
     longer.narrow(dim, 0, length).copy_(buffer.detach().narrow(dim, 0, length))
     return longer
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Within it, tensors are made whose writes torch counts, in inference mode too."""
+    with_gradients = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
+        yield
 
 
 def kind_of(states: torch.Tensor) -> tuple[object, ...]:
     """Dtype, batch, heads and head dimension, with which states can be put beside each other."""
     return (states.dtype, *states.shape[:2], states.shape[-1])
+
+
+def _check_states(name: str, states: Any) -> None:
+    if states is not None and not (isinstance(states, torch.Tensor) and states.dim() == 4):
+        got = tuple(states.shape) if isinstance(states, torch.Tensor) else repr(states)
+        raise ValueError(f"{name} of a layer must be a tensor (B, Hkv, T, D), got {got}.")
+
+
+def _told(states: torch.Tensor | None) -> str:
+    if states is None:
+        return "None"
+    shape = tuple(states.shape)
+    return f"{shape[2]} in {shape} of {states.dtype} on {states.device}"
