@@ -16,6 +16,7 @@ How a layer holds its keys is in `layers.py`, what a cache looks like in a file 
 import copy
 import os
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ from .versions import cropped_length
 UNPATCHED = (
     "a DynamicYaRNCache must be used with a patched model, which gives it un-rotated keys; got a "
     "call from a model that is not patched. Call patch_llama(model) first, or pass a DynamicCache."
+)
+
+UNROTATED = (
+    "a DynamicYaRNCache must be read by layer, as its keys are un-rotated and no stock cache can "
+    "be made of them; got a request for pairs of keys and values. Read cache.layers[i].keys and "
+    "cache.layers[i].values."
 )
 
 
@@ -215,6 +222,20 @@ class DynamicYaRNCache(Cache):
     def reset(self) -> None:
         """Empties the cache, whatever filled it."""
         self._clear()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises a TypeError, as `cache[i]` and `to_legacy_cache` do.
+
+        Where a stock cache gives pairs of keys and values, the keys are rotated. A stock cache made
+        of these would be wrong, and nothing would say so.
+        """
+        raise TypeError(UNROTATED)
+
+    def __getitem__(self, layer_idx: int) -> Any:
+        raise TypeError(UNROTATED)
+
+    def to_legacy_cache(self) -> Any:
+        raise TypeError(UNROTATED)
 
     def to(self, device: torch.device | str | int) -> "DynamicYaRNCache":
         """Moves the cache, in place: keys, values, the rotated copy and positions.

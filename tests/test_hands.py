@@ -387,6 +387,26 @@ class TestTwoOwners:
             assert_close(logits_of(patched, TEXT[:, :2], one), expected)
 
 
+class TestReadAsPairs:
+    """The keys are not those of a stock cache, and no copy of one must be made of them."""
+
+    USES = (
+        lambda cache: [keys for keys, values in cache],
+        tuple,
+        lambda cache: cache[0],
+        lambda cache: cache.to_legacy_cache(),
+    )
+
+    @pytest.mark.parametrize("use", USES, ids=["for", "tuple", "index", "to_legacy_cache"])
+    def test_is_refused(self, patched, use):
+        with pytest.raises(TypeError, match=r"un-rotated.*layers\[i\]\.keys"):
+            use(filled(patched, 20))
+
+    def test_length_is_the_number_of_layers(self, patched):
+        assert len(filled(patched, 20)) == 3
+        assert len(DynamicYaRNCache()) == 0
+
+
 class TestFilledWithGradients:
     @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
     def test_a_copy_carries_them(self, patched, copied):
