@@ -15,6 +15,7 @@ How a layer holds its keys is in `layers.py`, what a cache looks like in a file 
 
 import copy
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -65,6 +66,7 @@ class DynamicYaRNCache(Cache):
     _positions: torch.Tensor | None  # (B, room)
     _length: int
     _forward: "weakref.ref[Any] | None"
+    _thread: int  # in which `_forward` began
 
     def __init__(self, rotated_copy: bool = True, offloading: bool = False) -> None:
         if not isinstance(rotated_copy, bool):
@@ -107,9 +109,20 @@ class DynamicYaRNCache(Cache):
         Args:
             forward: an object that the call alone keeps alive, so that an interrupted call closes
                 the cache too.
+
+        Raises:
+            TypeError: a layer is none of ours.
+            ValueError: another thread is in a forward call, or the layers are not as the last call
+                has left them.
         """
+        running = None if self._forward is None else self._forward()
+        if running is not None and self._thread != threading.get_ident():
+            raise ValueError(
+                "a cache must be in one forward call at a time, got a call while another thread is "
+                "in one. Give each its own: copy.deepcopy(cache)."
+            )
         self._drop_uncommitted()
-        self._forward = weakref.ref(forward)
+        self._forward, self._thread = weakref.ref(forward), threading.get_ident()
 
     def close(self) -> None:
         """Ends a forward call that failed: the cache stays as it was before."""
@@ -247,7 +260,11 @@ class DynamicYaRNCache(Cache):
 
         Returns:
             The cache itself.
+
+        Raises:
+            TypeError: not a device. A cache keeps the dtype of the model that filled it.
         """
+        _check_device(device)
         if self._forward is not None and self._forward() is not None:
             # A hook of accelerate that moves whatever has a `to` to the device of each layer.
             return self
@@ -327,9 +344,11 @@ class DynamicYaRNCache(Cache):
             device: where to put the cache. Default: where the tensors are.
 
         Raises:
-            TypeError: `state` is not a dict.
+            TypeError: `state` is not a dict, or `device` no device.
             ValueError: it is not the plain form of a cache, or that of a newer hf_dynyarn.
         """
+        if device is not None:
+            _check_device(device)
         contents = storage.from_plain(state)
         cache = cls(rotated_copy=contents.rotated_copy)
         if contents.positions is None:
@@ -365,7 +384,7 @@ class DynamicYaRNCache(Cache):
         self.layers = []  # another list, which somebody else may hold
         self._positions, self._length = None, 0
         self.schedule, self.packed = None, False
-        self._forward = None
+        self._forward, self._thread = None, 0
 
     def _select(self, rows: list[int]) -> None:
         self._drop_uncommitted()
@@ -409,3 +428,11 @@ class DynamicYaRNCache(Cache):
                 )
             seen.add(id(layer))
             layer.check(name, rows, self._length)
+
+
+def _check_device(device: Any) -> None:
+    if not isinstance(device, torch.device | str | int):
+        raise TypeError(
+            f"device must be a torch.device, the name of one or its number, got {device!r}. A "
+            "cache keeps the dtype of the model that filled it."
+        )

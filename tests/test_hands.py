@@ -6,6 +6,7 @@ rotated copy and without. All else is refused by name, before anything is change
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -54,6 +55,11 @@ def halve_detached_keys(layer):
     layer.keys.detach().mul_(0.5)
 
 
+def halve_keys_behind_torchs_back(layer):
+    layer.keys.data.mul_(0.5)
+    layer.keys = layer.keys
+
+
 def replace_keys(layer):
     layer.keys = layer.keys * 0.5
 
@@ -84,6 +90,7 @@ class TestEditedKeysAndValues:
             halve_keys,
             halve_some_keys,
             halve_detached_keys,
+            halve_keys_behind_torchs_back,
             replace_keys,
             replace_then_edit_keys,
             swap_rows,
@@ -373,6 +380,32 @@ class TestTwoOwners:
         cache.layers[2] = cache.layers[0]
         assert_refused(patched, cache, ValueError, r"layer 2 of the cache must be .*copy\.deepcopy")
 
+    def test_two_threads(self, patched):
+        cache, inside, done = filled(patched, 20), threading.Event(), threading.Event()
+        expected = logits_of(patched, TEXT[:, :2], copy.deepcopy(cache))
+
+        def wait(*_):
+            if threading.current_thread() is other:
+                inside.set()
+                assert done.wait(60)
+
+        def call():
+            results.append(logits_of(patched, TEXT[:, :2], cache))
+
+        results, other = [], threading.Thread(target=call)
+        hook = patched.model.layers[1].register_forward_hook(wait)
+        other.start()
+        assert inside.wait(60)
+        try:
+            with pytest.raises(ValueError, match=r"one forward call at a time.*another thread"):
+                logits_of(patched, TEXT[:, 5:6], cache)
+        finally:
+            done.set()
+            other.join()
+        hook.remove()
+        assert_close(results[0], expected)
+        assert cache.get_seq_length() == 22
+
     def test_a_copy_made_within_a_call(self, patched):
         """It is what the cache was before the call, which goes on."""
         cache, copies = filled(patched, 20), []
@@ -430,3 +463,17 @@ class TestFilledWithGradients:
             layer = copy.deepcopy(cache.layers[0])
         assert layer.keys.requires_grad
         assert torch.equal(layer.keys, cache.layers[0].keys)
+
+
+class TestToADtype:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.zeros(1), None])
+    def test_is_refused(self, patched, dtype):
+        cache = filled(patched, 20)
+        before = cache.state_dict()
+        with pytest.raises(TypeError, match=r"device must be .* got"):
+            cache.to(dtype)
+        assert torch.equal(cache.positions, before["positions"])
+        assert cache.layers[0].keys.dtype == torch.float32
+        if dtype is not None:
+            with pytest.raises(TypeError, match=r"device must be .* got"):
+                DynamicYaRNCache.from_state_dict(before, dtype)
