@@ -22,6 +22,7 @@ class Masks:
         custom: the caller's `(B, H, T, P + T)` mask, bool (True: attend) or additive, in place of
             causality and padding.
         additive: whether masks must be additive.
+        gap: the most padding that lies between the tokens of any row.
     """
 
     past: int
@@ -30,6 +31,7 @@ class Masks:
     documents: torch.Tensor | None
     custom: torch.Tensor | None
     additive: bool
+    gap: int = 0
 
     def __post_init__(self) -> None:
         self._tail: tuple[object, torch.Tensor] | None = None
@@ -44,7 +46,7 @@ class Masks:
         return self.total if self.custom is not None else self.past + stop
 
     def first_key(self, start: int, first: int, window: int | None) -> int:
-        """First key that new token `start` may see, of those from `first` on.
+        """First key that new token `start` may see in any row, of those from `first` on.
 
         Args:
             start: the new token.
@@ -53,7 +55,7 @@ class Masks:
         """
         if window is None or self.custom is not None:
             return first
-        return max(first, self.past + start - window + 1)
+        return max(first, self.past + start - window + 1 - self.gap)
 
     def needed(self, queries: int, keys: int, window: int | None = None) -> bool:
         """Whether a full kernel or a causal one would see the wrong keys.
@@ -135,7 +137,12 @@ class Masks:
         query_index = torch.arange(self.past + start, self.past + stop, device=device)[:, None]
         key_index = torch.arange(first, last, device=device)
         allowed = (key_index <= query_index)[None]  # (1, queries, keys)
-        if window is not None:
+        if window is not None and self.visible is not None and self.gap > 0:
+            # A window counts tokens, not what lies between them.
+            tokens = self.visible.to(device).cumsum(-1)
+            of_queries = tokens[:, self.past + start : self.past + stop, None]
+            allowed = allowed & (tokens[:, None, first:last] > of_queries - window)
+        elif window is not None:
             allowed = allowed & (key_index > query_index - window)
         if self.documents is not None:
             documents = self.documents.to(device)
@@ -146,6 +153,20 @@ class Masks:
             visible = self.visible[:, None, first:last].to(device)
             allowed = allowed & (visible | (key_index == query_index))
         return allowed[:, None]
+
+
+def widest_gap(visible: torch.Tensor) -> torch.Tensor:
+    """The most padding that lies between the tokens of any row.
+
+    Args:
+        visible: `(B, L)` bool, False where padding.
+
+    Returns:
+        A number of tokens, on the device.
+    """
+    tokens = visible.cumsum(-1)
+    between = ~visible & (tokens > 0) & (tokens < tokens[:, -1:])
+    return between.sum(-1).amax()
 
 
 def split_mask(

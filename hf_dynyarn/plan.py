@@ -14,7 +14,7 @@ from torch import nn
 
 from .cache import DynamicYaRNCache
 from .layers import RotatedKeys
-from .masks import Masks, split_mask
+from .masks import Masks, split_mask, widest_gap
 from .positions import document_starts, last_positions
 from .schedules import Schedule
 from .segments import Segment, cut_into_segments, new_starts, told_apart
@@ -166,7 +166,9 @@ def make_plan(
     visible = padding
     if visible is None:
         visible = torch.cat((held >= 0, torch.ones_like(positions, dtype=torch.bool)), dim=1)
-    on_host, all_visible = _read_back(held, newest, positions, visible, custom_mask is not None)
+    on_host, all_visible, gap = _read_back(
+        held, newest, positions, visible, custom_mask is not None
+    )
     starts = documents = None
     if attention_mask is None:
         starts = new_starts(on_host, past)
@@ -199,6 +201,7 @@ def make_plan(
             documents=documents,
             custom=custom_mask,
             additive=backend == "eager",
+            gap=gap,
         ),
         packed=was_packed or starts is not None,
         backend=backend,
@@ -235,7 +238,7 @@ def _read_back(
     positions: torch.Tensor,
     visible: torch.Tensor,
     custom: bool,
-) -> tuple[torch.Tensor, bool]:
+) -> tuple[torch.Tensor, bool, int]:
     """Brings what the CPU has to know from the device, the one synchronisation of a call.
 
     Args:
@@ -246,8 +249,8 @@ def _read_back(
         custom: whether the mask is the caller's own, which says nothing of padding.
 
     Returns:
-        `(B, 1 + T)`, the newest position held and those of the new tokens, -1 where padding; and
-        whether there is no padding.
+        `(B, 1 + T)`, the newest position held and those of the new tokens, -1 where padding;
+        whether there is no padding; and the most padding between the tokens of a row.
 
     Raises:
         ValueError: the mask shows padding of the cache, or a position is negative.
@@ -255,10 +258,10 @@ def _read_back(
     past, (batch, length) = held.shape[1], positions.shape
     shows_padding = (visible[:, :past] & (held < 0)).any()
     negative = ((positions < 0) & visible[:, past:]).any()
-    flags = torch.stack((visible.all(), shows_padding, negative))
+    flags = torch.stack((visible.all(), shows_padding, negative, widest_gap(visible)))
     shown = torch.where(visible[:, past:], positions, -1)
     host = torch.cat((newest, shown.T.flatten(), flags)).cpu()
-    all_visible, shows_padding, negative = host[-3:].bool().tolist()
+    all_visible, shows_padding, negative, gap = host[-4:].tolist()
     if shows_padding:
         raise ValueError(
             "attention_mask must be 0 where it was 0 when the cache was filled, got one that shows "
@@ -269,4 +272,4 @@ def _read_back(
             "position_ids must be at least 0 where attention_mask is not 0, got negative ones. "
             "Leave them out, or mask the padding."
         )
-    return host[:-3].view(length + 1, batch).T, all_visible
+    return host[:-4].view(length + 1, batch).T, bool(all_visible), gap
