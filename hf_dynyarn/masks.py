@@ -118,9 +118,9 @@ class Masks:
         else:
             mask = self._causal_mask(start, stop, first, last, window, like.device)
         if mask.dtype != torch.bool:
-            # Clamped, since the lowest number of a wider dtype would become -inf, and rows of these
-            # NaN.
-            return mask.clamp(min=lowest).to(like.dtype)
+            # Clamped, since the lowest number of a wider dtype becomes -inf, and rows of these NaN;
+            # and only then, since a narrower dtype cannot hold our lowest number.
+            return mask.to(like.dtype).clamp(min=lowest)
         if self.additive:
             return torch.zeros_like(mask, dtype=like.dtype).masked_fill(~mask, lowest)
         return mask
