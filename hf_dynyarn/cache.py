@@ -316,9 +316,19 @@ class DynamicYaRNCache(Cache):
             Copies on the CPU: `"positions"` `(B, T)`, `"layers.<i>.keys"` and
             `"layers.<i>.values"` `(B, Hkv, T, D)`; and `"hf_dynyarn"`, a dict of the options. What
             an unfinished forward call has appended is left out.
+
+        Raises:
+            ValueError: layers were taken out from between those of the model that filled it.
         """
         self.check_layers()
         length = self._length
+        missing = [i for i, layer in enumerate(self.layers) if length and not layer.is_initialized]
+        if missing:
+            raise ValueError(
+                "a cache must hold keys of each layer up to the last to be saved, got none for "
+                f"layer {missing[0]}, which the model does not have. Number its layers anew: set "
+                "the layer_idx of each attention."
+            )
         return storage.to_plain(
             storage.Contents(
                 schedule=self.schedule if length else None,

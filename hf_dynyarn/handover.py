@@ -19,8 +19,7 @@ def cache_of_call(
     given = [kwargs.pop(name) for name in CACHE_KEYWORDS if name in kwargs]
     cache: Any = next((cache for cache in given if cache is not None), None)
     if isinstance(cache, DynamicYaRNCache):
-        layers = decoder.config.num_hidden_layers
-        check_fits(cache, schedule, batch, layers, *key_heads(decoder.config))
+        check_fits(cache, schedule, batch, len(decoder.layers), *key_heads(decoder.config))
     elif cache is not None:
         check_adoptable(cache)
     # Under checkpointing the layers drop the cache, which the backward pass would fill again.
@@ -111,12 +110,13 @@ def check_fits(
             f"{batch}. Use cache.batch_repeat_interleave() or cache.batch_select_indices(), or "
             "start a new DynamicYaRNCache."
         )
-    if len(cache.layers) != layers:
+    filled = [layer.keys.shape for layer in cache.layers if layer.is_initialized]
+    if len(filled) != layers:
         raise ValueError(
-            f"a cache must be continued by the model that filled it, with {len(cache.layers)} "
-            f"layers, got {layers}. Start a new DynamicYaRNCache."
+            f"a cache must be continued by the model that filled it, with {len(filled)} layers, "
+            f"got {layers}. Start a new DynamicYaRNCache."
         )
-    for held in (layer.keys.shape for layer in cache.layers if layer.is_initialized):
+    for held in filled:
         if held[1] != (heads or held[1]) or held[3] != head_dim:
             raise ValueError(
                 f"a cache must be continued by the model that filled it, with {held[1]} heads "

@@ -204,7 +204,8 @@ class DynamicYaRNLayer(DynamicLayer):
         """Makes a cache the owner if there is none; whether it is the owner now."""
         owner = None if self._owner is None else self._owner()
         if owner is None:
-            self._take_in_hand()  # whatever another cache has left
+            if self.is_initialized:
+                self._take_in_hand()  # whatever another cache has left
             self._owner = weakref.ref(cache)
         return owner is None or owner is cache
 
@@ -220,7 +221,8 @@ class DynamicYaRNLayer(DynamicLayer):
             ValueError: they are not.
         """
         if not self._by_hand:
-            fits = self._length >= length
+            # Without keys it is of an index that the model has no layer for.
+            fits = self._keys is None or self._length >= length
         elif self._keys is None or self._values is None:
             fits = self._keys is self._values and length == 0
         else:
@@ -240,18 +242,19 @@ class DynamicYaRNLayer(DynamicLayer):
         )
 
     def shorten(self, length: int) -> None:
-        """Keeps the first `length` tokens; the buffers stay."""
-        self._length = length
+        """Keeps the first `length` tokens, if there are so many; the buffers stay."""
+        self._length = min(self._length, length)
         if self.rotated is not None:
             self.rotated.shorten(length)
 
     def select(self, rows: list[int]) -> None:
         """Row `i` becomes what row `rows[i]` was."""
-        self._notice_edits()
-        with ordinary_tensors():
-            index = torch.tensor(rows, device=self._keys.device)
-            self._keys, self._values = self._keys[index], self._values[index]
-        self._version = self._keys._version
+        if self.is_initialized:
+            self._notice_edits()
+            with ordinary_tensors():
+                index = torch.tensor(rows, device=self._keys.device)
+                self._keys, self._values = self._keys[index], self._values[index]
+            self._version = self._keys._version
         if self.rotated is not None:
             self.rotated.select(rows)
 
