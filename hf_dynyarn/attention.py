@@ -75,13 +75,31 @@ def dynamic_yarn_attention(
         )
     window = plan.window_of(module, sliding_window)
     call = LayerCall(module, plan, scaling, dropout, window)
-    outputs, weights = [], []
-    for first, output, weight in _attend(call, query, key, value):
+    outputs, parts = [], []
+    for first, output, weights in _attend(call, query, key, value):
         outputs.append(output)
-        if weight is not None and plan.output_attentions:
-            missing = (first, plan.total - first - weight.shape[-1])
-            weights.append(nn.functional.pad(weight, missing))
-    return torch.cat(outputs, dim=1), torch.cat(weights, dim=2) if weights else None
+        if weights is not None and plan.output_attentions:
+            parts.append((first, weights))
+    output = torch.cat(outputs, dim=1)
+    if not parts:
+        return output, None
+    whole = _over_all_keys(parts, plan.total)
+    if whole is not parts[0][1] and whole.requires_grad:
+        # The output must come from the weights that are returned, for these to have a gradient.
+        apart = whole.unflatten(1, (value.shape[1], -1)) @ value[:, :, None]  # (B, Hkv, G, T, D)
+        output = apart.flatten(1, 2).transpose(1, 2)
+    return output, whole
+
+
+def _over_all_keys(parts: list[tuple[int, torch.Tensor]], total: int) -> torch.Tensor:
+    """The weights `(B, Hq, T, L)` of all queries, of the first key and the weights of some each."""
+    if len(parts) == 1 and parts[0][1].shape[-1] == total:
+        return parts[0][1]
+    padded = [
+        nn.functional.pad(weights, (first, total - first - weights.shape[-1]))
+        for first, weights in parts
+    ]
+    return torch.cat(padded, dim=2)
 
 
 def _attend(

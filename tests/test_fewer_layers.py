@@ -34,9 +34,13 @@ def model(request, layers):
 
 
 def test_generate_within_the_window_as_stock(model):
-    patched = generate(model, LONG[:, :8], new_tokens=WINDOW - 8)
+    prompt = LONG[:, :8]
+    patched = generate(model, prompt, new_tokens=WINDOW - 8)
     unpatch_llama(model)
-    assert patched.tolist() == generate(model, LONG[:, :8], new_tokens=WINDOW - 8, use_cache=False).tolist()
+    assert (
+        patched.tolist()
+        == generate(model, LONG[:, :8], new_tokens=WINDOW - 8, use_cache=False).tolist()
+    )
 
 
 def test_cached_equals_uncached(model):
