@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .backends import Attended, cpu, flash, sdpa
+from .graphs import outside_graphs
 from .plan import AttentionPlan, LayerCall
 from .rope import rotate
 
@@ -21,7 +22,7 @@ from .rope import rotate
 ATTENTION_NAME = "dynamic_yarn"
 
 
-@torch.compiler.disable
+@outside_graphs
 def dynamic_yarn_attention(
     module: nn.Module,
     query: torch.Tensor,

@@ -24,6 +24,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from . import storage
+from .graphs import outside_graphs
 from .layers import DynamicYaRNLayer, kind_of, ordinary_tensors, with_room
 from .positions import document_starts, last_positions
 from .schedules import Schedule
@@ -53,7 +54,6 @@ class DynamicYaRNCache(Cache):
         offloading: an option of transformers' caches that this one does not have: False.
 
     Attributes:
-        schedule: the schedule that filled the cache; None while empty.
         packed: whether a row holds several documents, told apart by positions that restart.
 
     Raises:
@@ -61,8 +61,10 @@ class DynamicYaRNCache(Cache):
     """
 
     layers: Any  # a list of DynamicYaRNLayer, which users may reach into
-    schedule: Schedule | None
     packed: bool
+    # None or one, in a frozenset: transformers' exporters set each attribute of what they walk
+    # through, which no schedule allows, but pass this by.
+    _schedule: frozenset[Schedule]
     _positions: torch.Tensor | None  # (B, room)
     _length: int
     _forward: "weakref.ref[Any] | None"
@@ -80,6 +82,15 @@ class DynamicYaRNCache(Cache):
         super().__init__(layers=[])
         self.rotated_copy = rotated_copy
         self._clear()
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule that filled the cache; None while empty."""
+        return next(iter(self._schedule), None)
+
+    @schedule.setter
+    def schedule(self, schedule: Schedule | None) -> None:
+        self._schedule = frozenset(() if schedule is None else (schedule,))
 
     @property
     def positions(self) -> torch.Tensor | None:
@@ -146,7 +157,7 @@ class DynamicYaRNCache(Cache):
         self._length, self.schedule, self.packed = end, schedule, packed
         self._forward = None
 
-    @torch.compiler.disable
+    @outside_graphs
     def update(
         self,
         key_states: torch.Tensor,

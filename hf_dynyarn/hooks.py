@@ -16,6 +16,7 @@ from transformers import AttentionInterface, GenerationMixin, PretrainedConfig, 
 
 from .attention import ATTENTION_NAME, dynamic_yarn_attention
 from .cache import DynamicYaRNCache
+from .graphs import check_not_recorded, outside_graphs
 from .handover import adopt, cache_of_call, option
 from .models import (
     attention_layers,
@@ -121,7 +122,7 @@ class Patch:
             del wrapper.prepare_inputs_for_generation
         del decoder._dynamic_yarn
 
-    @torch.compiler.disable
+    @outside_graphs
     def before_forward(
         self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -134,6 +135,7 @@ class Patch:
         given = [kwargs[name] for name in names if kwargs.get(name) is not None]
         if len(given) != 1:
             return (), kwargs  # the decoder's own error says it best
+        check_not_recorded(given[0])
         check_causal(decoder.config, kwargs)
         layers = [layer for layer, _ in self.stock_configs]
         check_own_code(decoder, layers)
@@ -167,7 +169,7 @@ class Patch:
         kwargs[PLAN_KEYWORD] = plan
         return (), kwargs
 
-    @torch.compiler.disable
+    @outside_graphs
     def after_forward(
         self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
