@@ -57,25 +57,14 @@ def dynamic_yarn_attention(
     Raises:
         ValueError: there is no plan, or the keys or the mask are not those that were planned for.
     """
-    plan = dynamic_yarn_plan
-    if plan is None:
-        raise ValueError(
-            "a patched attention layer must be called by its patched decoder, got a call without a "
-            "plan. Call the model, not its layers or its forward()."
-        )
-    if key.shape[2] != plan.total:
-        raise ValueError(
-            f"layer {module.layer_idx} must attend over {plan.total} keys, got {key.shape[2]}: it "
-            "left the cache out. Call model.eval(), or pass use_cache=False."
-        )
+    plan = _plan_for(module, key, dynamic_yarn_plan)
     if attention_mask is None or attention_mask.numel() > 0:
         raise ValueError(
             f"layer {module.layer_idx} must get the mask that the model was called with, got "
             f"{'none' if attention_mask is None else tuple(attention_mask.shape)} from the model's "
             "own code. Pass it to the model as a 4-D attention_mask, or leave the model unpatched."
         )
-    window = plan.window_of(module, sliding_window)
-    call = LayerCall(module, plan, scaling, dropout, window)
+    call = LayerCall(module, plan, scaling, dropout, plan.window_of(module, sliding_window))
     outputs, parts = [], []
     for first, output, weights in _attend(call, query, key, value):
         outputs.append(output)
@@ -90,6 +79,27 @@ def dynamic_yarn_attention(
         apart = whole.unflatten(1, (value.shape[1], -1)) @ value[:, :, None]  # (B, Hkv, G, T, D)
         output = apart.flatten(1, 2).transpose(1, 2)
     return output, whole
+
+
+def _plan_for(module: nn.Module, key: torch.Tensor, plan: AttentionPlan | None) -> AttentionPlan:
+    """The plan, where it is one for a layer and these keys of its."""
+    if plan is None:
+        raise ValueError(
+            "a patched attention layer must be called by its patched decoder, got a call without a "
+            "plan. Call the model, not its layers or its forward()."
+        )
+    if plan.past and plan.cache is not None and not plan.cache.is_open_to(plan):
+        raise ValueError(
+            f"layer {module.layer_idx}, which runs again in a backward pass, must have been called "
+            f"without a filled cache, got one with {plan.past} tokens. Pass the whole text and "
+            "use_cache=False, or leave checkpointing out."
+        )
+    if key.shape[2] != plan.total:
+        raise ValueError(
+            f"layer {module.layer_idx} must attend over {plan.total} keys, got {key.shape[2]}: it "
+            "left the cache out. Call model.eval(), or pass use_cache=False."
+        )
+    return plan
 
 
 def _over_all_keys(parts: list[tuple[int, torch.Tensor]], total: int) -> torch.Tensor:

@@ -135,6 +135,10 @@ class DynamicYaRNCache(Cache):
         self._drop_uncommitted()
         self._forward, self._thread = weakref.ref(forward), threading.get_ident()
 
+    def is_open_to(self, forward: Any) -> bool:
+        """Whether the forward call that `begin` was told of is this one, and goes on."""
+        return self._forward is not None and self._forward() is forward
+
     def close(self) -> None:
         """Ends a forward call that failed: the cache stays as it was before."""
         self._forward = None
@@ -168,6 +172,8 @@ class DynamicYaRNCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Appends un-rotated keys and values to one layer.
 
+        A layer that runs again in a backward pass appends nothing.
+
         Args:
             key_states: `(B, Hkv, T, D)`.
             value_states: `(B, Hkv, T, D)`.
@@ -176,14 +182,19 @@ class DynamicYaRNCache(Cache):
             **kwargs: likewise.
 
         Returns:
-            All keys and all values of the layer, `(B, Hkv, L, D)` each.
+            All keys and all values of the layer, `(B, Hkv, L, D)` each; the new ones alone where
+            the layer runs again.
 
         Raises:
             TypeError: the model is not patched, so that the keys would be rotated ones.
             ValueError: the new keys do not fit those held.
         """
         if self._forward is None or self._forward() is None:
-            raise TypeError(UNPATCHED)
+            if torch._C._current_graph_task_id() == -1:
+                raise TypeError(UNPATCHED)
+            # In a backward pass: a layer runs again, as under checkpointing. What it appended when
+            # it ran first is there; of that, the plan of its call knows.
+            return key_states, value_states
         while len(self.layers) <= layer_idx:
             self.layers.append(DynamicYaRNLayer(self.rotated_copy, owner=self))
         layer = self.layers[layer_idx]

@@ -86,8 +86,11 @@ class AttentionPlan:
         return self.segments
 
     def rotated_copy(self, layer: nn.Module) -> RotatedKeys | None:
-        """An attention layer's rotated keys in the cache, if it keeps any."""
-        if self.cache is None:
+        """An attention layer's rotated keys in the cache, if it keeps any, while the call goes on.
+
+        Afterwards, when a layer runs again in a backward pass, they may be those of other tokens.
+        """
+        if self.cache is None or not self.cache.is_open_to(self):
             return None
         copy: RotatedKeys | None = self.cache.layers[layer.layer_idx].rotated
         return copy
