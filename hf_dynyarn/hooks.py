@@ -16,6 +16,7 @@ from transformers import AttentionInterface, GenerationMixin, PretrainedConfig, 
 
 from .attention import ATTENTION_NAME, dynamic_yarn_attention
 from .cache import DynamicYaRNCache
+from .documents import bounds_of_call
 from .graphs import check_not_recorded, outside_graphs
 from .handover import adopt, cache_of_call, option
 from .models import (
@@ -150,6 +151,7 @@ class Patch:
             inputs=given[0],
             attention_mask=kwargs.get("attention_mask"),
             position_ids=kwargs.get("position_ids"),
+            bounds=bounds_of_call(kwargs, 0 if cache is None else cache.get_seq_length()),
             backend=backend,
             output_attentions=option(decoder, kwargs, "output_attentions"),
             unrotated=self.unrotated,
@@ -216,12 +218,4 @@ def check_causal(model_config: PretrainedConfig, kwargs: dict[str, Any]) -> None
         raise ValueError(
             "a patched model must attend causally, got use_bidirectional_attention="
             f"{model_config.use_bidirectional_attention!r} in its config. Leave it unpatched."
-        )
-    lengths = [
-        name for name in kwargs if name.startswith("cu_seq_lens") and kwargs[name] is not None
-    ]
-    if lengths:
-        raise ValueError(
-            f"packed documents must be told apart by position_ids, got {lengths}. Pass "
-            "position_ids that restart at each document instead."
         )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .cache import DynamicYaRNCache
+from .documents import check_bounds, positions_within
 from .layers import RotatedKeys
 from .masks import Masks, split_mask, widest_gap
 from .positions import document_starts, last_positions
@@ -119,6 +120,7 @@ def make_plan(
     interleaved: bool = False,
     windowed: Schedule | None = None,
     windows: dict[int, int | None] | None = None,
+    bounds: torch.Tensor | None = None,
 ) -> AttentionPlan:
     """Resolves positions, padding, documents and scales of one forward call.
 
@@ -143,6 +145,8 @@ def make_plan(
         windowed: the schedule of layers that keep the scale they were trained at, where these were
             trained with other frequencies. Default: `schedule`.
         windows: see `AttentionPlan`.
+        bounds: `(1 or 2, N + 1)`, those of packed documents where the caller gives them, see
+            `documents.py`. Positions, where there are none, count from these.
 
     Raises:
         TypeError: the mask or the positions are of another type.
@@ -165,18 +169,29 @@ def make_plan(
             "cannot tell them apart, got one (generate() always makes one). Call the model itself "
             "with position_ids, or start a new cache."
         )
+    if bounds is not None and position_ids is None:
+        position_ids = positions_within(bounds[0].to(inputs.device), batch, length)
     newest, positions = _positions(held, padding, position_ids, length)
     visible = padding
     if visible is None:
         visible = torch.cat((held >= 0, torch.ones_like(positions, dtype=torch.bool)), dim=1)
-    on_host, all_visible, gap = _read_back(
-        held, newest, positions, visible, custom_mask is not None
+    on_host, all_visible, gap, bounds = _read_back(
+        held, newest, positions, visible, custom_mask is not None, bounds
     )
     starts = documents = None
     if attention_mask is None:
         starts = new_starts(on_host, past)
+        if bounds is not None:
+            check_bounds(bounds, starts)
         starts = starts if was_packed or starts.any() else None
-    cut = partial(cut_into_segments, positions=on_host[:, 1:], starts=starts, past=past)
+    cut = partial(
+        cut_into_segments,
+        positions=on_host[:, 1:],
+        starts=starts,
+        past=past,
+        # A kernel that takes the bounds of documents takes many at once.
+        side_by_side="flash" in backend and batch == 1 and all_visible,
+    )
     segments = cut(schedule, trained=False)
     if starts is not None and not told_apart(segments, starts, past, was_packed):
         before = document_starts(held) if was_packed else torch.zeros_like(held, dtype=torch.bool)
@@ -241,7 +256,8 @@ def _read_back(
     positions: torch.Tensor,
     visible: torch.Tensor,
     custom: bool,
-) -> tuple[torch.Tensor, bool, int]:
+    bounds: torch.Tensor | None,
+) -> tuple[torch.Tensor, bool, int, torch.Tensor | None]:
     """Brings what the CPU has to know from the device, the one synchronisation of a call.
 
     Args:
@@ -250,10 +266,11 @@ def _read_back(
         positions: `(B, T)`, of the new tokens.
         visible: `(B, P + T)`, False where padding.
         custom: whether the mask is the caller's own, which says nothing of padding.
+        bounds: of documents, `(1 or 2, N + 1)`, or None.
 
     Returns:
         `(B, 1 + T)`, the newest position held and those of the new tokens, -1 where padding;
-        whether there is no padding; and the most padding between the tokens of a row.
+        whether there is no padding; the most padding between the tokens of a row; and the bounds.
 
     Raises:
         ValueError: the mask shows padding of the cache, or a position is negative.
@@ -263,8 +280,11 @@ def _read_back(
     negative = ((positions < 0) & visible[:, past:]).any()
     flags = torch.stack((visible.all(), shows_padding, negative, widest_gap(visible)))
     shown = torch.where(visible[:, past:], positions, -1)
-    host = torch.cat((newest, shown.T.flatten(), flags)).cpu()
-    all_visible, shows_padding, negative, gap = host[-4:].tolist()
+    wanted = [flags, newest, shown.T.flatten()]
+    if bounds is not None:
+        wanted.append(bounds.to(newest).flatten())
+    host = torch.cat(wanted).cpu()
+    all_visible, shows_padding, negative, gap = host[:4].tolist()
     if shows_padding:
         raise ValueError(
             "attention_mask must be 0 where it was 0 when the cache was filled, got one that shows "
@@ -275,4 +295,11 @@ def _read_back(
             "position_ids must be at least 0 where attention_mask is not 0, got negative ones. "
             "Leave them out, or mask the padding."
         )
-    return host[:-4].view(length + 1, batch).T, bool(all_visible), gap
+    end = 4 + (length + 1) * batch
+    on_host = host[4:end].view(length + 1, batch).T
+    return (
+        on_host,
+        bool(all_visible),
+        gap,
+        None if bounds is None else host[end:].view(bounds.shape),
+    )

@@ -1,4 +1,4 @@
-"""Segments: columns of new tokens in which no row's scale changes and no document starts."""
+"""Segments: columns of new tokens in which no row changes its scale or, mostly, its document."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,8 @@ from .schedules import Schedule
 class Segment:
     """Columns `[start, stop)` of the new tokens.
 
-    In these, each row has one scale and sees no key before `first`.
+    In these, each row has one scale and sees no key before `first`, nor any before the last of
+    `begins` that it has reached.
     """
 
     start: int
@@ -21,6 +22,7 @@ class Segment:
     inv_freq: torch.Tensor  # (B, D/2) float32, on the CPU
     gain: torch.Tensor  # (B,) float32, on the CPU
     trained: bool  # whether of `AttentionPlan.trained_segments`
+    begins: tuple[int, ...] = ()  # new tokens at which further documents begin
 
 
 def new_starts(positions: torch.Tensor, past: int) -> torch.Tensor:
@@ -54,6 +56,7 @@ def cut_into_segments(
     starts: torch.Tensor | None,
     past: int,
     trained: bool,
+    side_by_side: bool = False,
 ) -> list[Segment]:
     """Cuts the new tokens where any row's scale changes or any row starts a document.
 
@@ -63,6 +66,7 @@ def cut_into_segments(
         starts: `(B, T)`, which of them start a document, or None.
         past: number of keys held.
         trained: whether all are at the scale that the model was trained at.
+        side_by_side: whether documents of one scale stay together in a segment, of one row.
     """
     if trained:
         scale = torch.full_like(positions, schedule.min_scale, dtype=torch.float64)
@@ -71,11 +75,12 @@ def cut_into_segments(
     cuts = (scale[:, 1:] != scale[:, :-1]).any(0)
     first = torch.zeros_like(positions)
     if starts is not None:
-        cuts |= starts[:, 1:].any(0)
+        cuts |= starts[:, 1:].any(0) & (not side_by_side)
         first = _first_keys(starts, past)
-    begins = [0, *(cuts.nonzero()[:, 0] + 1).tolist()]
-    stops = [*begins[1:], positions.shape[1]]
-    first, scale = first[:, begins].amin(0), scale[:, begins]
+    cut_at = [0, *(cuts.nonzero()[:, 0] + 1).tolist()]
+    stops = [*cut_at[1:], positions.shape[1]]
+    begins = starts[0].nonzero()[:, 0].tolist() if starts is not None and side_by_side else []
+    first, scale = first[:, cut_at].amin(0), scale[:, cut_at]
     inv_freq, gain = schedule.inv_freq(scale), schedule.gain(scale)
     return [
         Segment(
@@ -86,8 +91,9 @@ def cut_into_segments(
             inv_freq[:, i],
             gain[:, i],
             trained,
+            tuple(begin for begin in begins if start < begin < stop),
         )
-        for i, (start, stop) in enumerate(zip(begins, stops, strict=True))
+        for i, (start, stop) in enumerate(zip(cut_at, stops, strict=True))
     ]
 
 

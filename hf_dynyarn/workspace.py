@@ -1,6 +1,8 @@
 """What the layers of one forward call share, one after the other: tables, and room for keys."""
 
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -23,6 +25,7 @@ class Workspace:
         self._held, self._new, self._past = held, new, held.shape[1]
         self._tables: dict[bool, tuple[Segment, dict[object, Tables]]] = {}
         self._scratch: dict[torch.device, RotatedKeys] = {}
+        self._bounds: dict[object, dict[str, Any]] = {}
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -76,3 +79,31 @@ class Workspace:
         scratch = self._scratch.setdefault(device, RotatedKeys())
         scratch.forget()  # another layer's keys
         return scratch
+
+    def bounds(self, segment: Segment, first: int, device: torch.device) -> dict[str, Any]:
+        """Bounds of the documents that a segment has side by side, as flash kernels take them.
+
+        Args:
+            segment: the segment, of one row.
+            first: first key that it is given.
+            device: of the result.
+
+        Returns:
+            `cu_seq_lens_q` and `cu_seq_lens_k`, `(N + 1,)` int32, and the longest, `max_length_q`
+            and `max_length_k`; nothing where there is one document.
+        """
+        if not segment.begins:
+            return {}
+        wanted = (segment.start, segment.stop, first, device)
+        if wanted not in self._bounds:
+            ends = (*segment.begins, segment.stop)
+            # The first document may have begun earlier, with keys that lie before the segment.
+            queries = [0, *(end - segment.start for end in ends)]
+            keys = [0, *(self._past + end - first for end in ends)]
+            self._bounds[wanted] = {
+                "cu_seq_lens_q": torch.tensor(queries, dtype=torch.int32, device=device),
+                "cu_seq_lens_k": torch.tensor(keys, dtype=torch.int32, device=device),
+                "max_length_q": max(stop - start for start, stop in pairwise(queries)),
+                "max_length_k": max(stop - start for start, stop in pairwise(keys)),
+            }
+        return self._bounds[wanted]

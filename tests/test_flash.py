@@ -28,16 +28,17 @@ def cpu_kernels():
 
 class Calls(list):
     windows: list
+    bounds: list
 
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
     """Makes flash-attn available to transformers; returns which of its functions were called.
 
-    `windows` are the windows that they were given.
+    `windows` are the windows that they were given, `bounds` those of documents side by side.
     """
     made = Calls()
-    made.windows = []
+    made.windows, made.bounds = [], []
 
     def counted(name):
         function = getattr(flash_attn, name)
@@ -45,6 +46,9 @@ def calls(monkeypatch):
         def call(*args, **kwargs):
             made.append(name)
             made.windows.append(kwargs.get("window_size"))
+            made.bounds += [
+                (kwargs[k].tolist()) for k in ("cu_seqlens_q", "cu_seqlens_k") if k in kwargs
+            ]
             return function(*args, **kwargs)
 
         call.__signature__ = __import__("inspect").signature(function)
@@ -142,6 +146,63 @@ def test_packed_documents(model, twin, bound):
     patch_llama(model, rescale_every=7)
     solo = torch.cat([logits_of(twin, document) for document in ids.split(lengths, 1)], 1)
     assert_within(logits_of(model, ids, position_ids=positions, use_cache=False), solo, bound)
+
+
+class TestDocumentsSideBySide:
+    """Documents of one scale go to the kernel together, with their bounds."""
+
+    LENGTHS = (10, 5, 40, 7, 1, 60)
+    IDS = random_ids(123)
+    POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+
+    def solo(self, twin):
+        return torch.cat([logits_of(twin, one) for one in self.IDS.split(self.LENGTHS, 1)], 1)
+
+    @pytest.mark.parametrize("lengths_too", [False, True], ids=["positions", "lengths_too"])
+    def test_one_call_for_each_run_of_a_scale(self, model, twin, bound, calls, lengths_too):
+        patch_llama(model, rescale_every=7)
+        kwargs = {}
+        if lengths_too:
+            bounds = torch.tensor([0, *self.LENGTHS]).cumsum(0).int()
+            kwargs = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+            kwargs |= {"max_length_q": 60, "max_length_k": 60}
+        calls.clear()
+        calls.bounds.clear()
+        logits = logits_of(model, self.IDS, position_ids=self.POSITIONS, use_cache=False, **kwargs)
+        assert_within(logits, self.solo(twin), bound)
+        # Up to the window of the third; its two stairs; the rest up to that of the last; its four.
+        assert len(calls) == 3 * (1 + 2 + 1 + 4)
+        assert calls.count("flash_attn_varlen_func") == 3 * 2
+        assert calls.bounds[:2] == [[0, 10, 15, 47]] * 2
+        assert calls.bounds[-2:] == [[0, 7, 8, 40]] * 2
+
+    def test_a_document_that_goes_on_from_the_cache(self, model, twin, bound, calls):
+        patch_llama(model, rescale_every=7)
+        cache = DynamicYaRNCache()
+        first = logits_of(model, self.IDS[:, :6], cache)
+        calls.bounds.clear()
+        rest = logits_of(model, self.IDS[:, 6:], cache, position_ids=self.POSITIONS[:, 6:])
+        assert_within(torch.cat((first, rest), 1), self.solo(twin), bound)
+        assert calls.bounds[:2] == [[0, 4, 9, 41], [0, 10, 15, 47]]
+
+    def test_a_window(self, calls):
+        """Of the call alone: see `test_windows`. At the trained scale all are side by side."""
+        model = tiny("mistral-window", "sdpa").half()
+        model.config._attn_implementation = "flash_attention_2"
+        patch_llama(model, rescale_every=7)
+        logits_of(model, self.IDS, position_ids=self.POSITIONS, use_cache=False)
+        assert calls.bounds == [[0, 10, 15, 55, 62, 63, 123]] * 2 * 4
+        assert {window[0] for window in calls.windows} == {model.config.sliding_window - 1}
+
+    def test_padding_in_a_cache_keeps_them_apart(self, model, twin, bound):
+        """The kernel is then told of padding, in place of documents."""
+        patch_llama(model, rescale_every=7)
+        cache = DynamicYaRNCache()
+        padded = torch.nn.functional.pad(self.IDS[:, :6], (3, 0))
+        mask = torch.tensor([[0] * 3 + [1] * 6])
+        first = logits_of(model, padded, cache, attention_mask=mask)[:, 3:]
+        rest = logits_of(model, self.IDS[:, 6:], cache, position_ids=self.POSITIONS[:, 6:])
+        assert_within(torch.cat((first, rest), 1), self.solo(twin), bound)
 
 
 def test_teeth(model, twin, bound):

@@ -37,5 +37,6 @@ def attend(
         dropout=call.dropout,
         softmax_scale=call.scaling,
         sliding_window=call.window,
+        **plan.workspace.bounds(segment, first, query.device),
     )
     yield first, output, None
