@@ -8,7 +8,7 @@ After it, the call is committed to the cache.
 import copy
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from .models import (
 from .options import DynamicYaRNConfig
 from .plan import AttentionPlan, make_plan
 from .schedules import Schedule
-from .versions import CACHE_KEYWORDS, arguments_of, rotary_embeddings
+from .versions import CACHE_KEYWORDS, arguments_of, is_paged, rotary_embeddings
 
 # How the plan travels from the decoder to `dynamic_yarn_attention`.
 PLAN_KEYWORD = "dynamic_yarn_plan"
@@ -137,6 +137,8 @@ class Patch:
         if len(given) != 1:
             return (), kwargs  # the decoder's own error says it best
         check_not_recorded(given[0])
+        if any(is_paged(kwargs.get(name)) for name in CACHE_KEYWORDS):
+            refuse_continuous_batching(decoder)
         check_causal(decoder.config, kwargs)
         layers = [layer for layer, _ in self.stock_configs]
         check_own_code(decoder, layers)
@@ -205,6 +207,19 @@ def backend_of(decoder: PreTrainedModel) -> str:
     raise ValueError(
         "the attention implementation of a patched model must be eager, sdpa or a flash attention, "
         f'got {backend!r}. Call model.set_attn_implementation("sdpa") first.'
+    )
+
+
+def refuse_continuous_batching(model: nn.Module) -> NoReturn:
+    """Says that a model cannot batch continuously.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        "a patched model must cache keys un-rotated, and continuous batching pages them rotated: "
+        f"it is not supported, got a call of it for a {type(model).__name__}. Instead of "
+        "generate_batch(), use model.generate() on a padded batch, or unpatch_llama(model) first."
     )
 
 

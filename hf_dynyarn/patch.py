@@ -31,7 +31,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import logging
 
-from .hooks import Patch, backend_of, check_causal, patch_of
+from .hooks import Patch, backend_of, check_causal, patch_of, refuse_continuous_batching
 from .models import (
     FAMILIES,
     attention_layers,
@@ -92,10 +92,13 @@ def patch_llama(
     config = DynamicYaRNConfig.from_options(config, options)
     with _lock:
         if model is None:
-            return _patch_class_wide(config)
-        decoder = find_decoder(model)
-        _check_and_patch(decoder, config, model)
-        return PatchHandle(config, decoder)
+            handle = _patch_class_wide(config)
+        else:
+            decoder = find_decoder(model)
+            _check_and_patch(decoder, config, model)
+            handle = PatchHandle(config, decoder)
+        _guard()
+        return handle
 
 
 def unpatch_llama(model: nn.Module | None = None) -> None:
@@ -113,6 +116,7 @@ def unpatch_llama(model: nn.Module | None = None) -> None:
             _remove_class_wide()
             for decoder in _live_models():
                 _restore(decoder)
+            _lift_guard()
             return
         decoder = find_decoder(model)
         patch = patch_of(decoder)
@@ -123,6 +127,7 @@ def unpatch_llama(model: nn.Module | None = None) -> None:
                 "returned."
             )
         _restore(decoder)
+        _lift_guard()
 
 
 class PatchHandle:
@@ -150,6 +155,7 @@ class PatchHandle:
                 _remove_class_wide()
             elif (decoder := self._decoder()) is not None:
                 _restore(decoder)
+            _lift_guard()
 
     def __enter__(self) -> "PatchHandle":
         return self
@@ -289,6 +295,29 @@ def _leave(model: PreTrainedModel, why: str | None = None) -> None:
     _seen.add(model)
     if why is not None:
         logger.warning(f"patch_llama: a {type(model).__name__} is left as it is: {why}")
+
+
+def _batch_if_stock(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """`PreTrainedModel.init_continuous_batching` while any model is patched.
+
+    Continuous batching itself runs in a thread, which keeps an error for those who ask.
+    """
+    for module in model.modules():
+        if patch_of(module) is not None or (_class_wide is not None and is_decoder(module)):
+            refuse_continuous_batching(model)
+    return super(PreTrainedModel, model).init_continuous_batching(*args, **kwargs)
+
+
+def _guard() -> None:
+    # As with __call__: nothing is overwritten.
+    PreTrainedModel.init_continuous_batching = _batch_if_stock
+
+
+def _lift_guard() -> None:
+    """Takes the guard off once nothing is patched."""
+    guarded = "init_continuous_batching" in vars(PreTrainedModel)
+    if guarded and _class_wide is None and not any(map(patch_of, _live_models())):
+        del PreTrainedModel.init_continuous_batching
 
 
 def _remove_class_wide() -> None:

@@ -207,6 +207,11 @@ def cropped_length(length: int, *args: Any, **kwargs: Any) -> int:
     return int(stock.keys.shape[2])
 
 
+def is_paged(cache: Any) -> bool:
+    """Whether a cache is that of continuous batching, which is of no class of caches."""
+    return type(cache).__name__ == "PagedAttentionCache"
+
+
 def flash_attention(backend: str, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Calls transformers' flash attention by the name of its implementation."""
     # The name of this parameter on transformers 4 and 5; the other goes unread.
