@@ -316,7 +316,9 @@ def _guard() -> None:
 def _lift_guard() -> None:
     """Takes the guard off once nothing is patched."""
     guarded = "init_continuous_batching" in vars(PreTrainedModel)
-    if guarded and _class_wide is None and not any(map(patch_of, _live_models())):
+    # Looking through all there is takes long, and is mostly not needed.
+    needed = _class_wide is not None or any(map(patch_of, _seen))
+    if guarded and not needed and not any(map(patch_of, _live_models())):
         del PreTrainedModel.init_continuous_batching
 
 
