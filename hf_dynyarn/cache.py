@@ -16,7 +16,6 @@ How a layer holds its keys is in `layers.py`, what a cache looks like in a file 
 import copy
 import os
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from . import storage
 from .graphs import outside_graphs
-from .layers import DynamicYaRNLayer, kind_of, ordinary_tensors, with_room
+from .layers import DynamicYaRNLayer, WeakLink, kind_of, ordinary_tensors, with_room
 from .positions import document_starts, last_positions
 from .schedules import Schedule
 from .versions import cropped_length
@@ -67,7 +66,7 @@ class DynamicYaRNCache(Cache):
     _schedule: frozenset[Schedule]
     _positions: torch.Tensor | None  # (B, room)
     _length: int
-    _forward: "weakref.ref[Any] | None"
+    _forward: WeakLink | None
     _thread: int  # in which `_forward` began
 
     def __init__(self, rotated_copy: bool = True, offloading: bool = False) -> None:
@@ -133,7 +132,7 @@ class DynamicYaRNCache(Cache):
                 "in one. Give each its own: copy.deepcopy(cache)."
             )
         self._drop_uncommitted()
-        self._forward, self._thread = weakref.ref(forward), threading.get_ident()
+        self._forward, self._thread = WeakLink(forward), threading.get_ident()
 
     def is_open_to(self, forward: Any) -> bool:
         """Whether the forward call that `begin` was told of is this one, and goes on."""
