@@ -144,7 +144,7 @@ class Patch:
         check_own_code(decoder, layers)
         check_rotary(decoder)
         backend = backend_of(decoder)
-        windows = masked_windows(decoder, layers)
+        windows = masked_windows(decoder)
         batch = given[0].shape[0]
         cache = cache_of_call(decoder, kwargs, self.schedule, batch)
         plan = make_plan(

@@ -176,7 +176,7 @@ def _check_and_patch(
     check_rotary(decoder)
     schedule = schedule_of(decoder, config)
     windowed = resolve_windowed(decoder, schedule)
-    masked_windows(decoder, layers)
+    masked_windows(decoder)
     backend_of(decoder)
     replaced = patch_of(decoder)
     if replaced is not None:
