@@ -271,13 +271,13 @@ class DynamicYaRNCache(Cache):
     def to_legacy_cache(self) -> Any:
         raise TypeError(UNROTATED)
 
-    def to(self, device: torch.device | str | int) -> "DynamicYaRNCache":
+    def to(self, device: torch.device | str | int | None) -> "DynamicYaRNCache":
         """Moves the cache, in place: keys, values, the rotated copy and positions.
 
         A model on another device takes each layer back to its own when it continues the cache.
 
         Args:
-            device: where to.
+            device: where to; None leaves it where it is.
 
         Returns:
             The cache itself.
@@ -285,10 +285,12 @@ class DynamicYaRNCache(Cache):
         Raises:
             TypeError: not a device. A cache keeps the dtype of the model that filled it.
         """
-        _check_device(device)
         if self._forward is not None and self._forward() is not None:
             # A hook of accelerate that moves whatever has a `to` to the device of each layer.
             return self
+        if device is None:  # as that hook has it for a model as a whole
+            return self
+        _check_device(device)
         if self._positions is not None:
             self._positions = self._positions.to(device)
         for layer in self.layers:
