@@ -182,6 +182,7 @@ def _rope_of_unpatched(
         )
     schedule = resolve_schedule(model_config, DynamicYaRNConfig(), layer_type or "full_attention")
     one = torch.ones((), dtype=torch.float64, device="cpu")
+    device = device or torch.get_default_device()  # where transformers' own would be
     return schedule.inv_freq(one).to(device), 1.0
 
 
