@@ -149,7 +149,17 @@ class DynamicYaRNCache(Cache):
             positions: `(B, T)`, of the new tokens.
             schedule: the schedule they were computed under.
             packed: whether a row now holds several documents.
+
+        Raises:
+            ValueError: something within the call has closed the cache, and dropped its tokens.
         """
+        if self._forward is None:
+            raise ValueError(
+                "a cache must be left alone while a forward call fills it, got a change within one "
+                "(by a hook, or a call of the model by a hook). It is as the change has left it, "
+                "without the tokens of the call. Change it between two calls, or change a copy: "
+                "copy.deepcopy(cache)."
+            )
         if self._positions is None:
             self._positions = positions.new_empty((positions.shape[0], 0))
         begin, end = self._length, self._length + positions.shape[1]

@@ -252,8 +252,8 @@ class DynamicYaRNLayer(DynamicLayer):
             self._by_hand, self.is_initialized = False, self._keys is not None
             return
         raise ValueError(
-            f"{name} must hold {length} tokens like the cache itself, in {rows} rows of keys and "
-            f"values of one dtype on one device, got {_told(self.keys)} as keys and "
+            f"{name} must hold {length} tokens like the cache itself, in {rows} row(s) of keys "
+            f"and values of one dtype on one device, got {_told(self.keys)} as keys and "
             f"{_told(self.values)} as values. Cut tokens off with cache.crop(), and add them by "
             "calling the model: both keep the positions."
         )
@@ -366,7 +366,8 @@ def kind_of(states: torch.Tensor) -> tuple[object, ...]:
 
 def _check_states(name: str, states: Any) -> None:
     if states is not None and not (isinstance(states, torch.Tensor) and states.dim() == 4):
-        got = tuple(states.shape) if isinstance(states, torch.Tensor) else repr(states)
+        is_tensor = isinstance(states, torch.Tensor)
+        got = tuple(states.shape) if is_tensor else f"a {type(states).__name__}"
         raise ValueError(f"{name} of a layer must be a tensor (B, Hkv, T, D), got {got}.")
 
 
