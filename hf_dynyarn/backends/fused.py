@@ -16,11 +16,14 @@ One operation of `torch.library` with an implementation in torch for the CPU, be
 Triton for GPUs. It reads nothing back to the host on a GPU, so that a graph can hold it.
 """
 
-from collections.abc import Iterator
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator
 
 import torch
 
-from hf_dynyarn.rope import rotary_tables, rotate
+from ..rope import rotary_tables, rotate
 
 MOST_QUERIES = 16
 MOST_NUMBERS = 256
@@ -168,8 +171,70 @@ def _check_rows(
         )
 
 
-@torch.library.custom_op("hf_dynyarn::decode", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("hf_dynyarn::decode", mutates_args=(), device_types=("cpu", "cuda"))
 def _decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    lengths: torch.Tensor,
+    starts: torch.Tensor,
+    scale: torch.Tensor,
+    inv_freq: torch.Tensor,
+    gain: torch.Tensor,
+    window: int | None,
+    interleaved: bool,
+    block_table: torch.Tensor | None,
+) -> torch.Tensor:
+    return implementation_for(query.device.type)(
+        query,
+        key,
+        value,
+        scaling,
+        lengths,
+        starts,
+        scale,
+        inv_freq,
+        gain,
+        window,
+        interleaved,
+        block_table,
+    )
+
+
+@_decode.register_fake
+def _(query: torch.Tensor, *_: object) -> torch.Tensor:
+    rows, heads, tokens, dim = query.shape
+    return query.new_empty(rows, tokens, heads, dim)
+
+
+@functools.cache
+def implementation_for(device_type: str) -> Callable[..., torch.Tensor]:
+    """What computes the operation on tensors of a device.
+
+    Looked up at each call. To run the kernels on a CPU, in Triton's interpreter, put a function
+    that returns `fused_triton.launch` in its place: `tests/interpreter.py` does.
+    """
+    if device_type == "cpu":
+        return _by_tiles
+    if has_kernels(device_type):
+        from .fused_triton import launch
+
+        return launch
+    warnings.warn(
+        "decoding over un-rotated keys on a GPU needs Triton, and there is none: torch does it, "
+        "many times slower and waiting for the device in each layer. pip install triton.",
+        stacklevel=2,
+    )
+    return _by_tiles
+
+
+def has_kernels(device_type: str) -> bool:
+    """Whether the operation is one fused kernel on a device, which reads nothing back."""
+    return device_type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def _by_tiles(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -199,12 +264,6 @@ def _decode(
                 attended = _attend(apart[row, :, :, begin:end].float(), reader, window, *turn)
                 output[row, begin:end] = attended
     return output
-
-
-@_decode.register_fake
-def _(query: torch.Tensor, *_: object) -> torch.Tensor:
-    rows, heads, tokens, dim = query.shape
-    return query.new_empty(rows, tokens, heads, dim)
 
 
 def _runs(scales: list[float], first: int) -> Iterator[tuple[int, int]]:
@@ -283,14 +342,14 @@ def _attend(
     heads, groups, count, dim = query.shape
     frequencies, one = inv_freq[None], gain.new_ones(1)
     keys = reader.last - reader.first
-    places = torch.arange(keys)
+    places = torch.arange(keys, device=query.device)
     # The gain of both goes to the queries, of which there are fewer.
     offsets = rotary_tables(places[None, :TILE], frequencies, one, torch.float32)
     scores = query.new_empty(heads, groups * count, keys)
     rotated = query.new_empty(1, heads, min(TILE, keys), dim)
     for begin, end in reader.tiles():
-        back = torch.arange(reader.last - count - begin, reader.last - begin)[None]
-        tables = rotary_tables(back, frequencies, gain.square()[None], torch.float32)
+        back = places[-count:] + (reader.first - begin)
+        tables = rotary_tables(back[None], frequencies, gain.square()[None], torch.float32)
         queries = rotate(query, *tables, interleaved=interleaved).flatten(1, 2)
         cos, sin = (table[:, : end - begin] for table in offsets)
         turned = rotated[:, :, : end - begin]
