@@ -13,6 +13,7 @@ PROGRAMS = 2
 # Below so many keys a split costs more than it gains.
 LEAST_KEYS = 256
 MERGED_AT_ONCE = 16
+ON_AMD = torch.version.hip is not None
 
 
 class Sizes(NamedTuple):
@@ -24,18 +25,19 @@ class Sizes(NamedTuple):
     stages: int
 
 
-def sizes_of(dim: int, dtype: torch.dtype, queries: int) -> Sizes:
-    """Sizes without spilled registers on sm_80, sm_90 and sm_100: see `benchmarks/kernels.py`.
+def sizes_of(dim: int, dtype: torch.dtype, queries: int, amd: bool = ON_AMD) -> Sizes:
+    """Sizes without spilled registers on sm_80, 90, 100 and gfx942: see `benchmarks/kernels.py`.
 
     Args:
         dim: of a head.
         dtype: of keys and values.
         queries: of a key head, all tokens together.
+        amd: whether for one of AMD's.
     """
     narrow, wide = dim <= 64, dim > 128
     if dtype == torch.float32:  # whose products are sums in registers
-        return Sizes(16, 32 if narrow or wide else 16, 4 if narrow else 8, 2)
-    block_m = 16 if queries <= 16 or wide else 32
+        return Sizes(16, 32 if narrow or wide else 16, 4 if narrow else 8, 1 if wide else 2)
+    block_m = 16 if queries <= 16 or wide or amd else 32
     if narrow:
         return Sizes(block_m, 64, 4, 2) if block_m == 16 else Sizes(block_m, 128, 8, 2)
     return Sizes(block_m, 32 if wide else 64, 8, 2)
