@@ -16,13 +16,13 @@ from .backends import Attended, cpu, flash, sdpa
 from .graphs import outside_graphs
 from .plan import AttentionPlan, LayerCall
 from .rope import rotate
+from .step import Step
 
 # The name by which transformers finds `dynamic_yarn_attention`. With "flash" in it, it would be
 # taken for a kernel on the Hub.
 ATTENTION_NAME = "dynamic_yarn"
 
 
-@outside_graphs
 def dynamic_yarn_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -32,7 +32,7 @@ def dynamic_yarn_attention(
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    dynamic_yarn_plan: AttentionPlan | None = None,
+    dynamic_yarn_plan: AttentionPlan | Step | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The attention function that transformers calls in each layer of a patched model.
@@ -47,7 +47,7 @@ def dynamic_yarn_attention(
         dropout: probability of dropping a weight.
         sliding_window: how many keys a query sees, itself included; None for all. Read where the
             plan does not say.
-        dynamic_yarn_plan: the plan of this forward call.
+        dynamic_yarn_plan: the plan of this forward call, or the step that it is.
         **kwargs: what transformers passes beside, unread.
 
     Returns:
@@ -57,14 +57,31 @@ def dynamic_yarn_attention(
     Raises:
         ValueError: there is no plan, or the keys or the mask are not those that were planned for.
     """
-    plan = _plan_for(module, key, dynamic_yarn_plan)
+    if dynamic_yarn_plan is None:
+        raise ValueError(
+            "a patched attention layer must be called by its patched decoder, got a call without a "
+            "plan. Call the model, not its layers or its forward()."
+        )
     if attention_mask is None or attention_mask.numel() > 0:
         raise ValueError(
             f"layer {module.layer_idx} must get the mask that the model was called with, got "
             f"{'none' if attention_mask is None else tuple(attention_mask.shape)} from the model's "
             "own code. Pass it to the model as a 4-D attention_mask, or leave the model unpatched."
         )
-    call = LayerCall(module, plan, scaling, dropout, plan.window_of(module, sliding_window))
+    states = (query, key, value)
+    if isinstance(dynamic_yarn_plan, Step):
+        return dynamic_yarn_plan.attend(module, *states, scaling, sliding_window), None
+    window = dynamic_yarn_plan.window_of(module, sliding_window)
+    call = LayerCall(module, dynamic_yarn_plan, scaling, dropout, window)
+    return _attend_as_planned(call, *states)
+
+
+@outside_graphs
+def _attend_as_planned(
+    call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    plan = call.plan
+    _check_planned_for(call, key)
     outputs, parts = [], []
     for first, output, weights in _attend(call, query, key, value):
         outputs.append(output)
@@ -81,25 +98,19 @@ def dynamic_yarn_attention(
     return output, whole
 
 
-def _plan_for(module: nn.Module, key: torch.Tensor, plan: AttentionPlan | None) -> AttentionPlan:
-    """The plan, where it is one for a layer and these keys of its."""
-    if plan is None:
-        raise ValueError(
-            "a patched attention layer must be called by its patched decoder, got a call without a "
-            "plan. Call the model, not its layers or its forward()."
-        )
+def _check_planned_for(call: LayerCall, key: torch.Tensor) -> None:
+    plan, index = call.plan, call.module.layer_idx
     if plan.past and plan.cache is not None and not plan.cache.is_open_to(plan):
         raise ValueError(
-            f"layer {module.layer_idx}, which runs again in a backward pass, must have been called "
+            f"layer {index}, which runs again in a backward pass, must have been called "
             f"without a filled cache, got one with {plan.past} tokens. Pass the whole text and "
             "use_cache=False, or leave checkpointing out."
         )
     if key.shape[2] != plan.total:
         raise ValueError(
-            f"layer {module.layer_idx} must attend over {plan.total} keys, got {key.shape[2]}: it "
+            f"layer {index} must attend over {plan.total} keys, got {key.shape[2]}: it "
             "left the cache out. Call model.eval(), or pass use_cache=False."
         )
-    return plan
 
 
 def _over_all_keys(parts: list[tuple[int, torch.Tensor]], total: int) -> torch.Tensor:

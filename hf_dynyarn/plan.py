@@ -158,8 +158,8 @@ def make_plan(
             f"a call must have at least one row and at least one token, got {(batch, length)}."
         )
     held = torch.empty((batch, 0), dtype=torch.long, device=inputs.device)
-    if cache is not None and cache.held_positions is not None:
-        held = cache.held_positions.to(inputs.device)
+    if cache is not None and (there := cache.key_positions()) is not None:
+        held = there.to(inputs.device)
     past = held.shape[1]
     was_packed = cache is not None and cache.packed
     padding, custom_mask = split_mask(attention_mask, batch, length, past + length, inputs.device)
