@@ -31,7 +31,7 @@ from rows import ROOT
 from transformers import AutoConfig
 from vllm import LLM, SamplingParams
 
-from hf_dynyarn.vllm import backend, kernels
+from hf_dynyarn.vllm import backend, kernels, metadata
 
 sys.path.insert(0, str(ROOT / "examples"))
 from smollm2 import smollm2
@@ -108,7 +108,7 @@ def profile(llm: LLM, prompts: list[list[int]]) -> list[dict]:
         "weighted values": (kernels, "_weigh"),
         "attention in all": (backend.DynamicYaRNAttention, "forward"),
         "writing the cache": (backend.DynamicYaRNAttention, "do_kv_cache_update"),
-        "sorting queries, tables": (backend.DynamicYaRNMetadataBuilder, "build"),
+        "sorting queries, tables": (metadata.DynamicYaRNMetadataBuilder, "build"),
     }
     stock = {name: getattr(owner, attribute) for name, (owner, attribute) in places.items()}
     generate(llm, prompts, 1)

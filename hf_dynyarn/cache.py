@@ -16,7 +16,6 @@ How a layer holds its keys is in `layers.py`, what a cache looks like in a file 
 import copy
 import os
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -25,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from . import storage
 from .graphs import outside_graphs
-from .layers import DynamicYaRNLayer, kind_of, ordinary_tensors, with_room
+from .layers import DynamicYaRNLayer, WeakLink, kind_of, ordinary_tensors, with_room
 from .positions import document_starts, last_positions
 from .schedules import Schedule
 from .versions import cropped_length
@@ -74,7 +73,7 @@ class DynamicYaRNCache(Cache):
     _schedule: frozenset[Schedule]
     _positions: torch.Tensor | None  # (B, room)
     _length: int
-    _forward: "weakref.ref[Any] | None"
+    _forward: WeakLink | None
     _thread: int  # in which `_forward` began
 
     def __init_subclass__(cls, of_fixed_size: bool = False) -> None:
@@ -158,7 +157,7 @@ class DynamicYaRNCache(Cache):
                 "in one. Give each its own: copy.deepcopy(cache)."
             )
         self._drop_uncommitted()
-        self._forward, self._thread = weakref.ref(forward), threading.get_ident()
+        self._forward, self._thread = WeakLink(forward), threading.get_ident()
 
     def is_open_to(self, forward: Any) -> bool:
         """Whether the forward call that `begin` was told of is this one, and goes on."""
@@ -175,7 +174,17 @@ class DynamicYaRNCache(Cache):
             positions: `(B, T)`, of the new tokens.
             schedule: the schedule they were computed under.
             packed: whether a row now holds several documents.
+
+        Raises:
+            ValueError: something within the call has closed the cache, and dropped its tokens.
         """
+        if self._forward is None:
+            raise ValueError(
+                "a cache must be left alone while a forward call fills it, got a change within one "
+                "(by a hook, or a call of the model by a hook). It is as the change has left it, "
+                "without the tokens of the call. Change it between two calls, or change a copy: "
+                "copy.deepcopy(cache)."
+            )
         if self._positions is None:
             self._positions = positions.new_empty((positions.shape[0], 0))
         begin, end = self._length, self._length + positions.shape[1]
@@ -306,13 +315,13 @@ class DynamicYaRNCache(Cache):
     def to_legacy_cache(self) -> Any:
         raise TypeError(UNROTATED)
 
-    def to(self, device: torch.device | str | int) -> "DynamicYaRNCache":
+    def to(self, device: torch.device | str | int | None) -> "DynamicYaRNCache":
         """Moves the cache, in place: keys, values, the rotated copy and positions.
 
         A model on another device takes each layer back to its own when it continues the cache.
 
         Args:
-            device: where to.
+            device: where to; None leaves it where it is.
 
         Returns:
             The cache itself.
@@ -320,10 +329,12 @@ class DynamicYaRNCache(Cache):
         Raises:
             TypeError: not a device. A cache keeps the dtype of the model that filled it.
         """
-        _check_device(device)
         if self._forward is not None and self._forward() is not None:
             # A hook of accelerate that moves whatever has a `to` to the device of each layer.
             return self
+        if device is None:  # as that hook has it for a model as a whole
+            return self
+        _check_device(device)
         if self._positions is not None:
             self._positions = self._positions.to(device)
         for layer in self.layers:

@@ -82,7 +82,7 @@ def check_bounds(bounds: torch.Tensor, starts: torch.Tensor) -> None:
         )
     ours = starts.clone()
     ours[:, 0] = True  # of each row
-    theirs = torch.zeros(starts.numel() + 1, dtype=torch.bool)
+    theirs = torch.zeros(starts.numel() + 1, dtype=torch.bool, device=starts.device)
     theirs[bounds[0]] = True
     if ours.flatten().ne(theirs[:-1]).any():
         raise ValueError(

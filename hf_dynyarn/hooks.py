@@ -204,7 +204,7 @@ class Patch:
         if not torch.compiler.is_compiling():
             check_own_code(decoder, layers)
             check_rotary(decoder)
-        windows = masked_windows(decoder, layers)
+        windows = masked_windows(decoder)
         step = make_step(
             cache=next(kwargs[name] for name in CACHE_KEYWORDS if kwargs.get(name) is not None),
             schedule=self.schedule,
@@ -230,7 +230,7 @@ class Patch:
         check_own_code(decoder, layers)
         check_rotary(decoder)
         backend = backend_of(decoder)
-        windows = masked_windows(decoder, layers)
+        windows = masked_windows(decoder)
         given = cache_of_call(decoder, kwargs, self.schedule, inputs.shape[0])
         cache = stand_in(given)
         mask, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")

@@ -26,6 +26,23 @@ ROTATED_AT_A_TIME = 1024
 Tables = Callable[[int | None, int, int], tuple[torch.Tensor, torch.Tensor]]
 
 
+class WeakLink:
+    """A weak reference to one object, which what takes its holder apart passes by.
+
+    Once transformers' exporters were used, torch takes caches apart wherever it looks for tensors,
+    and puts them together again. A link that was so made leads nowhere.
+    """
+
+    __slots__ = ("__dict__", "_target")  # the target is in none of the attributes
+
+    def __init__(self, target: Any) -> None:
+        self._target = weakref.ref(target)
+
+    def __call__(self) -> Any:
+        """The object; None where it is gone."""
+        return self._target() if hasattr(self, "_target") else None
+
+
 class RotatedKeys:
     """The keys of one layer, rotated at one scale per row, for as long as the scales stay."""
 
@@ -136,13 +153,13 @@ class DynamicYaRNLayer(DynamicLayer):
     _length: int
     _version: int  # torch's count of the writes to `_keys`, our own newest one included
     _by_hand: bool  # whether a user has put tensors in, which are unchecked and have no room
-    _owner: "weakref.ref[Any] | None"  # the cache that the layer is in
+    _owner: WeakLink | None  # the cache that the layer is in
 
     def __init__(self, rotated_copy: bool = True, owner: Any = None) -> None:
         self.rotated = RotatedKeys() if rotated_copy else None
         self._keys = self._values = None
         self._length = self._version = 0
-        self._by_hand, self._owner = True, None if owner is None else weakref.ref(owner)
+        self._by_hand, self._owner = True, None if owner is None else WeakLink(owner)
         super().__init__()
         self._by_hand = False
 
@@ -207,7 +224,7 @@ class DynamicYaRNLayer(DynamicLayer):
         if owner is None:
             if self.is_initialized:
                 self._take_in_hand()  # whatever another cache has left
-            self._owner = weakref.ref(cache)
+            self._owner = WeakLink(cache)
         return owner is None or owner is cache
 
     def check(self, name: str, rows: int, length: int) -> None:
@@ -236,8 +253,8 @@ class DynamicYaRNLayer(DynamicLayer):
             self._by_hand, self.is_initialized = False, self._keys is not None
             return
         raise ValueError(
-            f"{name} must hold {length} tokens like the cache itself, in {rows} rows of keys and "
-            f"values of one dtype on one device, got {_told(self.keys)} as keys and "
+            f"{name} must hold {length} tokens like the cache itself, in {rows} row(s) of keys "
+            f"and values of one dtype on one device, got {_told(self.keys)} as keys and "
             f"{_told(self.values)} as values. Cut tokens off with cache.crop(), and add them by "
             "calling the model: both keep the positions."
         )
@@ -487,7 +504,8 @@ def kind_of(states: torch.Tensor) -> tuple[object, ...]:
 
 def _check_states(name: str, states: Any) -> None:
     if states is not None and not (isinstance(states, torch.Tensor) and states.dim() == 4):
-        got = tuple(states.shape) if isinstance(states, torch.Tensor) else repr(states)
+        is_tensor = isinstance(states, torch.Tensor)
+        got = tuple(states.shape) if is_tensor else f"a {type(states).__name__}"
         raise ValueError(f"{name} of a layer must be a tensor (B, Hkv, T, D), got {got}.")
 
 

@@ -175,12 +175,13 @@ def unrotated_layers(decoder: PreTrainedModel) -> frozenset[int]:
     return frozenset(layer.layer_idx for layer in layers if not rotates(layer))
 
 
-def masked_windows(decoder: PreTrainedModel, layers: list[Any]) -> dict[int, int | None]:
+def masked_windows(decoder: PreTrainedModel) -> dict[int, int | None]:
     """How many keys a query sees in each layer by the mask that the stock model makes.
+
+    It goes by the place of a layer, which is not its index where others were taken out.
 
     Args:
         decoder: the decoder.
-        layers: its attention layers, first to last.
 
     Returns:
         By index of the layer, None for all keys. What the attention itself is told may be another
@@ -189,8 +190,9 @@ def masked_windows(decoder: PreTrainedModel, layers: list[Any]) -> dict[int, int
     Raises:
         ValueError: a layer with a window sees no key.
     """
-    window, there = family_of(decoder).window, layers[: len(decoder.layers)]
-    found = {one.layer_idx: window(decoder.config, index) for index, one in enumerate(there)}
+    window = family_of(decoder).window
+    there = enumerate(layer.self_attn for layer in decoder.layers)
+    found = {one.layer_idx: window(decoder.config, place) for place, one in there}
     empty = [index for index, size in found.items() if size is not None and size < 1]
     if empty:
         raise ValueError(

@@ -176,7 +176,7 @@ def _check_and_patch(
     check_rotary(decoder)
     schedule = schedule_of(decoder, config)
     windowed = resolve_windowed(decoder, schedule)
-    masked_windows(decoder, layers)
+    masked_windows(decoder)
     backend_of(decoder)
     replaced = patch_of(decoder)
     if replaced is not None:
@@ -303,7 +303,8 @@ def _batch_if_stock(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     Continuous batching itself runs in a thread, which keeps an error for those who ask.
     """
     for module in model.modules():
-        if patch_of(module) is not None or (_class_wide is not None and is_decoder(module)):
+        unseen = _class_wide is not None and is_decoder(module) and not _was_seen(module)
+        if patch_of(module) is not None or unseen:
             refuse_continuous_batching(model)
     return super(PreTrainedModel, model).init_continuous_batching(*args, **kwargs)
 

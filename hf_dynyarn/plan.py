@@ -18,7 +18,7 @@ from .layers import RotatedKeys
 from .masks import Masks, split_mask, widest_gap
 from .positions import document_starts, last_positions
 from .schedules import Schedule
-from .segments import Segment, cut_into_segments, new_starts, told_apart
+from .segments import Segment, cut_into_segments, if_all_is_held, new_starts, told_apart
 from .workspace import Workspace
 
 
@@ -153,14 +153,15 @@ def make_plan(
         ValueError: the mask or the positions do not fit the call, or the backend cannot take them.
     """
     batch, length = inputs.shape[:2]
-    if batch == 0 or length == 0:
-        raise ValueError(
-            f"a call must have at least one row and at least one token, got {(batch, length)}."
-        )
     held = torch.empty((batch, 0), dtype=torch.long, device=inputs.device)
     if cache is not None and (there := cache.key_positions()) is not None:
         held = there.to(inputs.device)
     past = held.shape[1]
+    if batch == 0 or length == 0:
+        raise ValueError(
+            f"a call must have at least one row and at least one token, got {(batch, length)}."
+            f"{if_all_is_held(past)}"
+        )
     was_packed = cache is not None and cache.packed
     padding, custom_mask = split_mask(attention_mask, batch, length, past + length, inputs.device)
     if was_packed and padding is not None:
@@ -245,7 +246,7 @@ def _positions(
     if tuple(position_ids.shape) not in ((1, length), (batch, length)):
         raise ValueError(
             f"position_ids must be (batch or 1, new tokens) = {(batch, length)}, got "
-            f"{tuple(position_ids.shape)}."
+            f"{tuple(position_ids.shape)}.{'' if position_ids.numel() else if_all_is_held(past)}"
         )
     return newest, position_ids.to(held).expand(batch, length)
 

@@ -13,7 +13,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from .models import (
     FAMILIES,
-    attention_layers,
     family_of,
     head_dim,
     masked_windows,
@@ -149,7 +148,7 @@ def resolve_windowed(decoder: PreTrainedModel, schedule: Schedule) -> Schedule |
             'stretched, got "forward". Leave it out.'
         )
     trained = schedule.original_max_position_embeddings
-    masked = masked_windows(decoder, attention_layers(decoder)).values()
+    masked = masked_windows(decoder).values()
     windows = [*told_windows(decoder), *(window for window in masked if window is not None)]
     larger = [window for window in windows if window is None or window > trained]
     if larger:
@@ -183,6 +182,7 @@ def _rope_of_unpatched(
         )
     schedule = resolve_schedule(model_config, DynamicYaRNConfig(), layer_type or "full_attention")
     one = torch.ones((), dtype=torch.float64, device="cpu")
+    device = device or torch.get_default_device()  # where transformers' own would be
     return schedule.inv_freq(one).to(device), 1.0
 
 

@@ -46,8 +46,23 @@ def new_starts(positions: torch.Tensor, past: int) -> torch.Tensor:
             "position_ids must go on from the tokens in the cache, at "
             f"{(positions[:, 0] + 1).tolist()}, or start a document at 0, got "
             f"{positions[:, 1].tolist()}. Leave them out, or pass the attention_mask of all tokens."
+            f"{if_all_is_held(past)}"
         )
     return starts
+
+
+def if_all_is_held(past: int) -> str:
+    """What to do where a prompt holds nothing new; `generate` does not look, and calls the model.
+
+    Args:
+        past: number of keys held.
+    """
+    if past == 0:
+        return ""
+    return (
+        f" If the cache, which holds {past} tokens, holds the whole prompt already, call "
+        "cache.crop(-n) to take its last n tokens off, so that there is one of the prompt to read."
+    )
 
 
 def cut_into_segments(

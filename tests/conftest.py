@@ -200,6 +200,7 @@ def plan_for(length, cache=None, mask=None, position_ids=None, backend="sdpa", r
 def held(positions, packed=False):
     """A cache that holds positions, and no keys yet."""
     cache = DynamicYaRNCache()
+    cache.begin(SCHEDULE)  # which stands for a call
     cache.commit(torch.tensor(positions), SCHEDULE, packed)
     return cache
 

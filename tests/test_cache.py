@@ -165,6 +165,7 @@ class TestDevices:
     def test_positions_follow_the_newest(self, model):
         patch_llama(model)
         cache = filled(model)
+        cache.begin(model)  # which stands for a call
         cache.commit(torch.empty((1, 5), dtype=torch.int64, device="meta"), cache.schedule, False)
         assert (cache.positions.shape, cache.positions.device.type) == ((1, 45), "meta")
 

@@ -85,3 +85,10 @@ def test_one_that_was_started_before(model):
         with pytest.raises(ValueError, match=REFUSAL):
             model.model(random_ids(3), is_causal=False, **{name: pages})
     assert torch.isfinite(logits_of(model, random_ids(40))).all()
+
+
+def test_a_model_that_the_class_wide_patch_leaves_alone(model):
+    model.model.layers[0].self_attn.is_causal = False  # it cannot be served
+    with patch_llama():
+        logits_of(model, random_ids(8))
+        assert start(model) is not None

@@ -13,6 +13,7 @@ from conftest import CACHE, assert_close, logits_of, random_ids, tiny_llama
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hf_dynyarn import DynamicYaRNCache, patch_llama, unpatch_llama
 
@@ -158,3 +159,25 @@ class TestTransformersExporter:
         with pytest.raises(ValueError, match=r"must be called on tokens"):
             exporter(logits.model, inputs, dynamic=dynamic)
         assert_close(logits_of(logits.model, IDS[:, -1:], cache), expected[:, -1:])
+
+    def test_an_open_cache_is_taken_apart_once_there_was_an_export(self, logits, exporter):
+        """By torch, which then knows how: reentrant checkpointing looks so for tensors."""
+        with pytest.raises(ValueError, match=r"must be called on tokens that are there"):
+            exporter(logits.model, {"input_ids": IDS})
+        taken_apart = []
+
+        def take_apart(module, args, kwargs):
+            leaves, how = tree_flatten(kwargs[CACHE])
+            taken_apart.append((len(leaves), tree_unflatten(leaves, how)))
+
+        layer = logits.model.model.layers[1]
+        hook = layer.register_forward_pre_hook(take_apart, with_kwargs=True)
+        cache = DynamicYaRNCache()
+        first = logits_of(logits.model, IDS[:, :9], cache)
+        rest = logits_of(logits.model, IDS[:, 9:], cache)
+        hook.remove()
+        assert_close(torch.cat((first, rest), 1), logits_of(logits.model, IDS))
+        assert all(leaves > 1 for leaves, _ in taken_apart)
+        _, again = taken_apart[-1]
+        again.reset()
+        assert_close(logits_of(logits.model, IDS, again), logits_of(logits.model, IDS))

@@ -255,6 +255,15 @@ class TestPutTogetherByHand:
             layer.batch_repeat_interleave(2)
         assert_refused(patched, cache, ValueError, r"layer 0 of the cache must hold .*1 row.*got")
 
+    @pytest.mark.parametrize("states", [torch.zeros(0), [1], "keys"], ids=["flat", "list", "text"])
+    @pytest.mark.parametrize("name", ["keys", "values"])
+    def test_no_states(self, patched, name, states):
+        cache = filled(patched, 20)
+        got = r"\(0,\)" if isinstance(states, torch.Tensor) else f"a {type(states).__name__}"
+        with pytest.raises(ValueError, match=rf"{name} of a layer must be .* got {got}"):
+            setattr(cache.layers[0], name, states)
+        assert getattr(cache.layers[0], name).shape == (1, 2, 20, 16)
+
     def test_another_dtype(self, patched):
         cache = filled(patched, 20)
         cache.layers[1].values = cache.layers[1].values.bfloat16()
@@ -418,6 +427,38 @@ class TestTwoOwners:
         for one in copies:
             assert one.get_seq_length() == 20
             assert_close(logits_of(patched, TEXT[:, :2], one), expected)
+
+
+CHANGES = {
+    "crop": (lambda model, cache: cache.crop(-1), FILLED - 1),
+    "reorder": (lambda model, cache: cache.reorder_cache(torch.tensor([0])), FILLED),
+    "reset": (lambda model, cache: cache.reset(), 0),
+    "call": (lambda model, cache: logits_of(model, TEXT[:, :1], cache), FILLED + 1),
+}
+
+
+class TestWithinACall:
+    """The call is refused at its end, or by a later layer, and its tokens are dropped."""
+
+    @pytest.mark.parametrize("layer", [0, 1, 2])
+    @pytest.mark.parametrize(("change", "left"), CHANGES.values(), ids=CHANGES.keys())
+    def test_a_change(self, patched, change, left, layer):
+        cache, done = filled(patched), []
+
+        def meddle(*_):
+            if not done:
+                done.append(True)
+                change(patched, cache)
+
+        hook = patched.model.layers[layer].register_forward_hook(meddle)
+        message = "left alone while a forward call" if layer == 2 else "patched model"
+        with pytest.raises(ValueError if layer == 2 else TypeError, match=message):
+            logits_of(patched, TEXT[:, :2], cache)
+        hook.remove()
+        assert cache.get_seq_length() == left
+        expected = as_told(cache)
+        given = logits_of(patched, TEXT[:, 5:7], cache)
+        assert_close(given, logits_of(patched, TEXT[:, 5:7], expected))
 
 
 class TestReadAsPairs:

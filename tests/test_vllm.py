@@ -28,7 +28,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from hf_dynyarn import DynamicYaRNCache, patch_llama
-from hf_dynyarn.vllm import backend, plugin
+from hf_dynyarn.vllm import metadata, plugin
 
 # vLLM looks at every name in torch.distributed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_op:FutureWarning")
@@ -235,12 +235,12 @@ class TestExactness:
 
     def test_no_more_tables_than_there_is_room_for(self, folder, stock, monkeypatch):
         # For 256 positions, of which each prompt past the window wants that many at its own scale.
-        monkeypatch.setattr(backend, "ROOM", 1)
-        monkeypatch.setattr(backend, "AHEAD", 32)
+        monkeypatch.setattr(metadata, "ROOM", 1)
+        monkeypatch.setattr(metadata, "AHEAD", 32)
         waves = []
-        build = backend.DynamicYaRNMetadataBuilder.build
+        build = metadata.DynamicYaRNMetadataBuilder.build
         monkeypatch.setattr(
-            backend.DynamicYaRNMetadataBuilder,
+            metadata.DynamicYaRNMetadataBuilder,
             "build",
             lambda *args, **kwargs: waves.append(build(*args, **kwargs)) or waves[-1],
         )
@@ -249,14 +249,14 @@ class TestExactness:
 
     def test_tables_that_grow(self, folder, stock, monkeypatch):
         # A longer table takes new rows, and the next one must not take them too.
-        monkeypatch.setattr(backend, "AHEAD", 8)
+        monkeypatch.setattr(metadata, "AHEAD", 8)
         llm = engine(folder, max_num_batched_tokens=16)
         for prompt in (PROMPTS[1], PROMPTS[2], PROMPTS[4], PROMPTS[1], PROMPTS[5], PROMPTS[3]):
             llm.reset_prefix_cache()
             check(generate(llm, [prompt]), stock, [prompt])
 
     def test_few_at_once(self, folder, stock, monkeypatch):
-        monkeypatch.setattr(backend, "RESULTS", 1)
+        monkeypatch.setattr(metadata, "RESULTS", 1)
         check(generate(engine(folder)), stock)
 
     def test_compiled_model(self, folder, stock):
@@ -274,7 +274,7 @@ class TestExactness:
 
 def one_scale_per_call(self, request, start, stop, length):
     scale = self.tables.schedule.scale(torch.tensor([[length - 1]])).item()
-    yield backend.Piece(request, start, stop, length, scale)
+    yield metadata.Piece(request, start, stop, length, scale)
 
 
 def keys_as_written(self, scale, first, length):
@@ -295,8 +295,8 @@ class TestTeeth:
     @pytest.mark.parametrize(
         ("owner", "name", "wrong"),
         [
-            (backend.DynamicYaRNMetadataBuilder, "_pieces", one_scale_per_call),
-            (backend.Tables, "_make", keys_as_written),
+            (metadata.DynamicYaRNMetadataBuilder, "_pieces", one_scale_per_call),
+            (metadata.Tables, "_make", keys_as_written),
         ],
         ids=["one scale per call", "stale keys"],
     )

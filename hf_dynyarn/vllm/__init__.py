@@ -10,5 +10,6 @@ them; here they are cached un-rotated, and rotated where they are read, for the 
 query. What is cached then depends on the text before it alone, so that vLLM's prefix cache,
 chunked prefill and continuous batching stay exact.
 
-`plugin.py` is where vLLM calls in, `backend.py` the attention, `kernels.py` what decodes.
+`plugin.py` is where vLLM calls in, `metadata.py` sorts the queries of a step, `backend.py` is the
+attention, `kernels.py` what decodes.
 """
