@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(dim: int, dtype: torch.dtype, queries: int, amd: bool = ON_AMD) -> Sizes:
-    """Sizes without spilled registers on sm_80, 90, 100 and gfx942: see `benchmarks/kernels.py`.
+    """Sizes without spilled registers on sm_80, 90, 100 and gfx942: see `benchmarks/compiled.py`.
 
     Args:
         dim: of a head.

@@ -1,10 +1,11 @@
 """Compiles the fused operation's kernels for GPUs that are not there, and counts what came out.
 
-    python benchmarks/kernels.py           appends to results/kernels.csv: `make kernels`
+    python benchmarks/compiled.py           appends to results/kernels.csv: `make kernels`
 
 For each size of head and type of number, and each architecture: registers of a thread, bytes that
 it keeps in memory for want of registers, shared memory of a program, and instructions of a warp for
-a key. Of these `cost.py` computes what a decoding step would take. Needs Triton 3.9, not a GPU.
+a key. Of these `cost.py` computes what a decoding step would take. Needs Triton 3.9, not a GPU. (Not
+`kernels.py`: transformers would take it for the library of that name.)
 """
 
 import re
