@@ -8,7 +8,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
-from compiled import AMD, GRID, SHARED, VARIANTS, compile_kernel, instructions
+from compiled import (
+    AMD,
+    GRID,
+    NVIDIA,
+    SHARED,
+    VARIANTS,
+    compile_kernel,
+    compile_merge,
+    instructions,
+)
 from cost import DEVICES, copied, fused, rotated
 
 
@@ -31,6 +40,14 @@ def test_nothing_spills_and_shared_memory_fits(kernel, architecture):
     assert built.shared <= SHARED[architecture]
     assert 0 < built.registers <= (512 if architecture == AMD else 255)
     assert architecture == AMD or built.tile > 100
+
+
+@pytest.mark.parametrize("architecture", NVIDIA)
+@pytest.mark.parametrize("dim", [64, 80, 256])
+def test_merging_spills_nothing(dim, architecture):
+    built = compile_merge(dim, torch.bfloat16, architecture)
+    assert built.spilled == 0
+    assert built.shared <= SHARED[architecture]
 
 
 def test_sizes_that_are_too_large_would_show(monkeypatch):
