@@ -67,7 +67,7 @@ bench-quick: $(VENV)/.test  ## under 3 minutes
 	$(BIN)/python benchmarks/bench.py --quick $(ARGS)
 
 kernels: .venvs/kernels/.done  ## compiles the kernels for GPUs that are not there, and counts; 10 minutes
-	$(KERNELS_ENV) .venvs/kernels/bin/python benchmarks/kernels.py
+	$(KERNELS_ENV) .venvs/kernels/bin/python benchmarks/compiled.py
 
 quality: $(VENV)/.test models/Brotli-1.1.0.tar.gz  ## hours; goes on where it was interrupted
 	cd benchmarks && $(abspath $(BIN))/python -m quality $(ARGS)

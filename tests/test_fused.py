@@ -1,8 +1,11 @@
+import importlib.util
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
-from fused_cases import CASES, Case, arguments, assert_right
+from fused_cases import CASES, Case, arguments, assert_right, expected
 from torch._dynamo.testing import CompileCounter
 
 from hf_dynyarn.backends import fused
@@ -80,6 +83,38 @@ def test_arguments_stay_as_they_are():
     decode(*positional, **keywords)
     for before, after in zip(copies, positional, strict=True):
         assert before is after or torch.equal(before, after)
+
+
+def test_gpu_without_triton_is_warned_of_once(monkeypatch):
+    fused.implementation_for.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not fused.has_kernels("cuda")
+    with pytest.warns(UserWarning, match="needs Triton, and there is none") as caught:
+        ways = [fused.implementation_for("cuda") for _ in range(3)]
+    fused.implementation_for.cache_clear()
+    assert len(caught) == 1
+    assert set(ways) == {fused.implementation_for("cpu")}
+
+
+def test_only_a_gpu_asks_for_triton():
+    assert not fused.has_kernels("cpu")
+    code = (
+        "import sys, torch, hf_dynyarn.backends.fused as fused;"
+        "fused.implementation_for('cpu');"
+        "assert not {'hf_dynyarn.backends.fused_triton', 'hf_dynyarn.backends.fused_kernels'} "
+        "& set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_far_from_the_begin_only_rounding_of_angles_differs():
+    """Tens of thousands of tokens: angles are float32, as everywhere in the package."""
+    case = Case(lengths=(20000,), starts=(0,), tokens=2, heads=1, key_heads=1, dim=32, pairs=16)
+    positional, keywords = arguments(case)
+    output = decode(*positional, **keywords)
+    right = expected(case)
+    error = (output.double() - right).abs().max() / right.abs().max()
+    assert error < 20000 * 2**-24
 
 
 NAMES = ("query", "key", "value", "scaling", "lengths", "starts", "scale", "inv_freq", "gain")

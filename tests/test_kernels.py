@@ -8,8 +8,17 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+from compiled import (
+    AMD,
+    GRID,
+    NVIDIA,
+    SHARED,
+    VARIANTS,
+    compile_kernel,
+    compile_merge,
+    instructions,
+)
 from cost import DEVICES, copied, fused, rotated
-from kernels import AMD, GRID, SHARED, VARIANTS, compile_kernel, instructions
 
 
 def of(kernel):
@@ -33,12 +42,20 @@ def test_nothing_spills_and_shared_memory_fits(kernel, architecture):
     assert architecture == AMD or built.tile > 100
 
 
+@pytest.mark.parametrize("architecture", NVIDIA)
+@pytest.mark.parametrize("dim", [64, 80, 256])
+def test_merging_spills_nothing(dim, architecture):
+    built = compile_merge(dim, torch.bfloat16, architecture)
+    assert built.spilled == 0
+    assert built.shared <= SHARED[architecture]
+
+
 def test_sizes_that_are_too_large_would_show(monkeypatch):
-    import kernels
+    import compiled
 
     kernel = next(one for one in GRID if one.dim == 256)
     large = kernel.sizes("sm_90")._replace(block_m=32, block_n=64, warps=4)
-    monkeypatch.setattr(kernels, "sizes_of", lambda *_, **__: large)
+    monkeypatch.setattr(compiled, "sizes_of", lambda *_, **__: large)
     assert compile_kernel(kernel, "sm_90").spilled > 0
 
 

@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(dim: int, dtype: torch.dtype, queries: int, amd: bool = ON_AMD) -> Sizes:
-    """Sizes without spilled registers on sm_80, 90, 100 and gfx942: see `benchmarks/kernels.py`.
+    """Sizes without spilled registers on sm_80, 90, 100 and gfx942: see `benchmarks/compiled.py`.
 
     Args:
         dim: of a head.
@@ -128,8 +128,11 @@ def constants_of(dim: int, pairs: int, sizes: Sizes) -> dict[str, int]:
 
 
 def splits_of(programs: int, room: int, processors: int) -> int:
-    """Into how many splits the keys of each row are cut, so that a small batch fills the device."""
-    wanted = math.ceil(PROGRAMS * processors / programs)
+    """Into how many splits the keys of each row are cut, so that a small batch fills the device.
+
+    Rounded down: a few programs too many would keep all others waiting.
+    """
+    wanted = PROGRAMS * processors // programs
     return max(1, min(wanted, math.ceil(room / LEAST_KEYS)))
 
 

@@ -1,10 +1,11 @@
 """Compiles the fused operation's kernels for GPUs that are not there, and counts what came out.
 
-    python benchmarks/kernels.py           appends to results/kernels.csv: `make kernels`
+    python benchmarks/compiled.py          appends to results/kernels.csv: `make kernels`
 
 For each size of head and type of number, and each architecture: registers of a thread, bytes that
 it keeps in memory for want of registers, shared memory of a program, and instructions of a warp for
 a key. Of these `cost.py` computes what a decoding step would take. Needs Triton 3.9, not a GPU.
+(Not called `kernels.py`, which transformers would take for the library of that name.)
 """
 
 import re
@@ -19,7 +20,7 @@ from cost import step_costs
 from triton.backends.compiler import GPUTarget
 
 from hf_dynyarn.backends import fused_kernels
-from hf_dynyarn.backends.fused_triton import Sizes, constants_of, sizes_of
+from hf_dynyarn.backends.fused_triton import MERGED_AT_ONCE, Sizes, constants_of, sizes_of
 
 NVIDIA = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
 AMD = "gfx942"
@@ -83,6 +84,19 @@ def compile_kernel(kernel: Kernel, architecture: str) -> Compiled:
         found = [re.search(rf"\.{name}:\s+(\d+)", built.asm["amdgcn"]) for name in names]
         registers, spilled = (int(one[1]) for one in found)
         return Compiled(registers, spilled, built.metadata.shared)
+    return measured(built.asm["cubin"], built.metadata.shared)
+
+
+def compile_merge(dim: int, dtype: torch.dtype, architecture: str) -> Compiled:
+    """Compiles `merge` for an architecture of NVIDIA's."""
+    constants = {"DIM": dim, "WIDTH": triton.next_power_of_2(dim), "AT_ONCE": MERGED_AT_ONCE}
+    names = fused_kernels.merge.arg_names
+    types = dict.fromkeys(("outputs", "logs"), "*fp32") | {"result": f"*{SPELLED[dtype]}"}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+    }
+    source = triton.compiler.ASTSource(fused_kernels.merge, signature, constants)
+    built = triton.compile(source, target=GPUTarget("cuda", NVIDIA[architecture], 32))
     return measured(built.asm["cubin"], built.metadata.shared)
 
 
