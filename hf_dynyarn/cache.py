@@ -59,12 +59,12 @@ class DynamicYaRNCache(Cache):
         packed: whether a row holds several documents, told apart by positions that restart.
 
     Raises:
-        TypeError: `rotated_copy` is not a bool, or `offloading` is asked for, or `rotated_copy` with
-            `max_cache_len`.
+        TypeError: `rotated_copy` is not a bool, or comes with `max_cache_len`; or `offloading` is
+            asked for.
         ValueError: `max_cache_len` is less than 1.
     """
 
-    _of_fixed_size: "ClassVar[type[DynamicYaRNCache]]"
+    _of_fixed_size: ClassVar[Any]  # the class of those
 
     layers: Any  # a list of DynamicYaRNLayer, which users may reach into
     packed: bool
@@ -178,13 +178,7 @@ class DynamicYaRNCache(Cache):
         Raises:
             ValueError: something within the call has closed the cache, and dropped its tokens.
         """
-        if self._forward is None:
-            raise ValueError(
-                "a cache must be left alone while a forward call fills it, got a change within one "
-                "(by a hook, or a call of the model by a hook). It is as the change has left it, "
-                "without the tokens of the call. Change it between two calls, or change a copy: "
-                "copy.deepcopy(cache)."
-            )
+        self._check_left_alone()
         if self._positions is None:
             self._positions = positions.new_empty((positions.shape[0], 0))
         begin, end = self._length, self._length + positions.shape[1]
@@ -194,6 +188,15 @@ class DynamicYaRNCache(Cache):
         self._positions[:, begin:end] = positions
         self._length, self.schedule, self.packed = end, schedule, packed
         self._forward = None
+
+    def _check_left_alone(self) -> None:
+        if self._forward is None:
+            raise ValueError(
+                "a cache must be left alone while a forward call fills it, got a change within one "
+                "(by a hook, or a call of the model by a hook). It is as the change has left it, "
+                "without the tokens of the call. Change it between two calls, or change a copy: "
+                "copy.deepcopy(cache)."
+            )
 
     def key_positions(self) -> torch.Tensor | None:
         """Positions of the keys that a layer gives, `(B, P)`, -1 where padding: to read."""
@@ -410,7 +413,7 @@ class DynamicYaRNCache(Cache):
         if contents.max_cache_len is None:
             cache = cls(rotated_copy=contents.rotated_copy)
         else:
-            cache = cls(max_cache_len=contents.max_cache_len)
+            cache = cls._of_fixed_size(max_cache_len=contents.max_cache_len)
         cache._fill(contents, device)
         return cache
 

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, GenerationMixin, PretrainedConfig, 
 from transformers.masking_utils import create_masks_for_generate
 
 from .attention import ATTENTION_NAME, dynamic_yarn_attention
+from .cache import DynamicYaRNCache
 from .documents import BOUNDS, bounds_of_call
 from .graphs import check_not_recorded, outside_graphs
 from .handover import (
@@ -157,10 +158,8 @@ class Patch:
         if len(given) != 1:
             return (), kwargs  # the decoder's own error says it best
         check_causal(decoder.config, kwargs)
-        if self._is_step(decoder, given[0], kwargs):
-            forward = self._step(decoder, given[0], kwargs)
-        else:
-            forward = self._plan(decoder, given[0], kwargs)
+        start = self._step if self._is_step(decoder, given[0], kwargs) else self._plan
+        forward: AttentionPlan | Step = start(decoder, given[0], kwargs)
         name = next(name for name in CACHE_KEYWORDS if name in self.arguments)
         kwargs = {key: value for key, value in kwargs.items() if key not in CACHE_KEYWORDS}
         kwargs[name] = forward.cache
@@ -180,7 +179,7 @@ class Patch:
         if isinstance(forward, Step) and output is not None:
             forward.cache.commit_step(forward.new)
         elif isinstance(forward, AttentionPlan | Step) and forward.cache is not None:
-            self._end(forward, output)
+            self._end(forward, forward.cache, output)
 
     def _is_step(
         self, decoder: PreTrainedModel, inputs: torch.Tensor, kwargs: dict[str, Any]
@@ -194,7 +193,7 @@ class Patch:
             and isinstance(inputs, torch.Tensor)
             and 1 <= inputs.shape[1] <= MOST_TOKENS
             and cache.takes_step(inputs.shape[0], self.schedule)
-            and not (decoder.training or torch.is_grad_enabled() or torch.jit.is_tracing())
+            and not (decoder.training or torch.is_grad_enabled() or torch.jit.is_tracing())  # type: ignore[attr-defined]
             and not (self.own_eager or option(decoder, kwargs, "output_attentions"))
             and all(kwargs.get(name) is None for name in BOUNDS)
         )
@@ -257,11 +256,11 @@ class Patch:
         return plan
 
     @outside_graphs
-    def _end(self, forward: AttentionPlan | Step, output: Any) -> None:
+    def _end(self, forward: AttentionPlan | Step, cache: DynamicYaRNCache, output: Any) -> None:
         if output is None or isinstance(forward, Step):
-            forward.cache.close()
+            cache.close()
         else:
-            forward.cache.commit(forward.new, forward.schedule, forward.packed)
+            cache.commit(forward.new, forward.schedule, forward.packed)
 
     @outside_graphs
     def _expire(self, decoder: PreTrainedModel) -> None:

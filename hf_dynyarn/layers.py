@@ -343,6 +343,7 @@ class StaticYaRNLayer(CacheLayerMixin):
     """
 
     is_compileable = True
+    is_croppable = True
     is_sliding = False
     rotated = None
     _keys: Any  # (B, Hkv, N + 1, D); None before anything is written
@@ -457,12 +458,13 @@ def _no_layer_call(name: str) -> TypeError:
     )
 
 
-def _nothing(name: str, states: None) -> None:
+def _nothing(name: str, states: Any) -> Any:
     if states is not None:
         raise TypeError(
             f"{name} of a StaticYaRNLayer must stay in their buffer, got others. Write into it, or "
             "use a DynamicYaRNCache() that grows."
         )
+    return states
 
 
 def with_room(buffer: torch.Tensor, length: int, needed: int, dim: int) -> torch.Tensor:

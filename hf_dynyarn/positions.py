@@ -1,4 +1,4 @@
-"""Positions of held tokens, `(B, T)`, -1 where padding: the newest, where documents start, fixed."""
+"""Positions of held tokens, `(B, T)`, -1 where padding: which is newest, where documents start."""
 
 from collections.abc import Callable
 
@@ -145,8 +145,8 @@ def _new_part(mask: torch.Tensor, held: StaticPositions, tokens: int) -> torch.T
         raise ValueError(
             "attention_mask over a cache with max_cache_len must be (batch, new tokens) or (batch, "
             f"tokens in the cache + new tokens), got {tuple(mask.shape)} for {rows} rows of "
-            f"{tokens} new tokens. Leave it out, patch the model that generates and not its decoder alone, or use "
-            "a DynamicYaRNCache() that grows."
+            f"{tokens} new tokens. Leave it out, use a DynamicYaRNCache() that grows, or, in "
+            "generate(), patch the whole model and not its decoder alone."
         )
     before = mask.shape[1] - tokens
     if before:

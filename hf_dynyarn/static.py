@@ -1,4 +1,4 @@
-"""A cache of fixed size, over which a decoding step is one graph: `DynamicYaRNCache(max_cache_len=N)`.
+"""`DynamicYaRNCache(max_cache_len=N)`: of fixed size, so that a decoding step is one graph.
 
 Slot `p` of a row holds the token at position `p`, so padding takes no room between tokens, and the
 position of a key is where it lies. Buffers keep their addresses and are written in place; how far
@@ -9,14 +9,13 @@ are the slots in use, those beyond a row's end being padding to it, and the new 
 """
 
 import copy
-import weakref
 from typing import Any
 
 import torch
 
 from . import storage
 from .cache import DynamicYaRNCache
-from .layers import StaticYaRNLayer, ordinary_tensors
+from .layers import StaticYaRNLayer, WeakLink, ordinary_tensors
 from .positions import StaticPositions
 from .schedules import Schedule
 from .versions import cropped_length
@@ -77,6 +76,13 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
     get_max_cache_shape = get_max_length  # its name up to transformers 5.20
 
     @property
+    def filled(self) -> StaticPositions:
+        """How far the cache is filled, once it was called with."""
+        if self.held is None:
+            raise ValueError("a cache must have been called with, got one that was not.")
+        return self.held
+
+    @property
     def held_positions(self) -> torch.Tensor | None:
         return None if self.held is None or not self._count() else self.held.taken()
 
@@ -101,12 +107,12 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
     def begin_step(self, step: Any) -> None:
         """Opens the cache to the layers of one step, for as long as `step` lives."""
         if not torch.compiler.is_compiling():
-            self._forward = weakref.ref(step)
+            self._forward = WeakLink(step)
         self._in_step = True
 
     def commit_step(self, positions: torch.Tensor) -> None:
         """Records the tokens of a step, `(B, T)`, and closes the cache."""
-        self.held.append(positions)  # type: ignore[union-attr]  # there in a step
+        self.filled.append(positions)
         self.close()
 
     def close(self) -> None:
@@ -159,7 +165,8 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
         self._past = forward.past
 
     def commit(self, positions: torch.Tensor, schedule: Schedule, packed: bool) -> None:
-        self.held.append(positions)  # type: ignore[union-attr]  # made by begin
+        self._check_left_alone()
+        self.filled.append(positions)
         if self.schedule != schedule:
             self.schedule, self.constants = schedule, schedule.constants(positions.device)
         self._forward = None
@@ -231,9 +238,9 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
             found |= {f"keys_{index}": layer._keys, f"values_{index}": layer._values}
         return found
 
-    def to(self, device: torch.device | str | int) -> "StaticYaRNCache":
+    def to(self, device: torch.device | str | int | None) -> "StaticYaRNCache":
         super().to(device)
-        if self.held is not None and self._forward is None:
+        if device is not None and self.held is not None and self._forward is None:
             self.held.to(device)
             self.constants = tuple(part.to(device) for part in self.constants)
         return self

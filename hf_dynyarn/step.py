@@ -6,9 +6,9 @@ step, for texts of any length, at any scale and with any padding.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
 
 from .backends import fused
 from .schedules import Schedule
@@ -48,7 +48,7 @@ class Step:
 
     def attend(
         self,
-        layer: nn.Module,
+        layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -75,7 +75,7 @@ class Step:
         if self.order is not None:
             query = query.gather(2, self.order[:, None, :, None].expand_as(query))
         scale, inv_freq, gain = (part.to(key.device) for part in self._turn(layer, window))
-        lengths = self.cache.held.lengths + (self.new >= 0).sum(-1)
+        lengths = self.cache.filled.lengths + (self.new >= 0).sum(-1)
         output = fused.decode(
             query,
             held.keys,
@@ -94,7 +94,7 @@ class Step:
             output = torch.empty_like(output).scatter_(1, places, output)
         return output
 
-    def _turn(self, layer: nn.Module, window: int | None) -> Turn:
+    def _turn(self, layer: Any, window: int | None) -> Turn:
         """How far keys are turned in a layer, computed once for all that are alike."""
         within = window is not None and window <= self.schedule.original_max_position_embeddings
         kind = "none" if layer.layer_idx in self.unrotated else "trained" if within else "stretched"
@@ -142,8 +142,8 @@ def make_step(
     Raises:
         ValueError: see `StaticPositions.following`.
     """
-    held, tokens = cache.held, inputs.shape[1]
-    new = held.following(tokens, attention_mask, position_ids)
+    tokens = inputs.shape[1]
+    new = cache.filled.following(tokens, attention_mask, position_ids)
     order = None
     if attention_mask is not None and tokens > 1:
         order = (new >= 0).int().argsort(dim=-1, stable=True)
