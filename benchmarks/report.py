@@ -264,7 +264,8 @@ def kernels() -> str:
     names = ", ".join(architectures)
     return (
         f"{markdown([*header, 'shared, KB', 'instructions for a key'], rows)}\n"
-        f"Registers of a thread on {names} (AMD's with 16 queries only); the most that is spilled and shared on any of these; "
+        f"Registers of a thread on {names} (AMD's with 16 queries only); the most that is "
+        f"spilled and shared on any of these; "
         "instructions of a warp for a key and its value, all warps of a program together, on those "
         "of NVIDIA. Heads of float16 are as those of bfloat16.\n"
     )
