@@ -42,7 +42,7 @@ test-vllm: .venvs/vllm/.done  ## against vLLM, in an environment of its own
 	.venvs/vllm/bin/python -m pytest tests/test_vllm.py $(ARGS)
 
 test-kernels: .venvs/kernels/.done  ## the Triton kernels: interpreted against the oracle, and compiled for GPUs
-	TRITON_INTERPRET=1 .venvs/kernels/bin/python -m pytest tests/test_fused_triton.py $(ARGS)
+	TRITON_INTERPRET=1 .venvs/kernels/bin/python -m pytest tests/test_fused_triton.py tests/test_interpreted.py $(ARGS)
 	$(KERNELS_ENV) .venvs/kernels/bin/python -m pytest tests/test_kernels.py $(ARGS)
 
 test-matrix:  ## the suite on each transformers, and docs/models.md of it: about 30 minutes on two cores

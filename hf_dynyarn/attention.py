@@ -12,10 +12,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from .backends import Attended, cpu, flash, sdpa
+from .backends import Attended, cpu, flash, fused, sdpa
 from .graphs import outside_graphs
 from .plan import AttentionPlan, LayerCall
 from .rope import rotate
+from .segments import Segment
 from .step import Step
 
 # The name by which transformers finds `dynamic_yarn_attention`. With "flash" in it, it would be
@@ -146,6 +147,9 @@ def _attend(
         last = plan.masks.last_key(segment.stop)
         tables = partial(plan.workspace.tables, segment, key.device, dtype)
         queries = query[:, :, segment.start : segment.stop]
+        if rotates and tiled and _goes_to_kernel(call, segment, query, key):
+            yield first, _by_kernel(call, segment, query, key, value), None
+            continue
         keys, values = key[:, :, first:last], value[:, :, first:last]
         if rotates:
             own = tables(None, plan.past + segment.start, plan.past + segment.stop)
@@ -160,3 +164,42 @@ def _attend(
             scales = segment.scales
             keys = rotated.advance(key, first, last, scales, tables, plan.interleaved)
         yield from backend(call, segment, first, queries, keys, values)
+
+
+def _goes_to_kernel(
+    call: LayerCall, segment: Segment, query: torch.Tensor, key: torch.Tensor
+) -> bool:
+    """Whether the fused kernel can attend for a segment, over keys of which there is no copy."""
+    return (
+        fused.has_kernels(key.device.type)
+        and segment.stop - segment.start <= fused.MOST_QUERIES
+        and query.dtype == key.dtype
+        and call.plan.left_padding is not None
+    )
+
+
+def _by_kernel(
+    call: LayerCall,
+    segment: Segment,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Attends for a segment by the fused kernel: all states un-rotated, those of the whole call."""
+    plan, device = call.plan, key.device
+    padding = plan.left_padding
+    starts = key.new_zeros(len(key), dtype=torch.long) if padding is None else padding.to(device)
+    scale, inv_freq, gain = plan.workspace.turn(segment, device)
+    return fused.decode(
+        query[:, :, segment.start : segment.stop],
+        key,
+        value,
+        call.scaling,
+        torch.full_like(starts, plan.masks.last_key(segment.stop)),
+        starts,
+        scale,
+        inv_freq,
+        gain,
+        window=call.window,
+        interleaved=plan.interleaved,
+    )
