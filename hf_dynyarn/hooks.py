@@ -157,6 +157,8 @@ class Patch:
         given = [kwargs[name] for name in INPUTS if kwargs.get(name) is not None]
         if len(given) != 1:
             return (), kwargs  # the decoder's own error says it best
+        if any(is_paged(kwargs.get(name)) for name in CACHE_KEYWORDS):
+            refuse_continuous_batching(decoder)
         check_causal(decoder.config, kwargs)
         start = self._step if self._is_step(decoder, given[0], kwargs) else self._plan
         forward: AttentionPlan | Step = start(decoder, given[0], kwargs)
@@ -223,8 +225,6 @@ class Patch:
         self, decoder: PreTrainedModel, inputs: torch.Tensor, kwargs: dict[str, Any]
     ) -> AttentionPlan:
         check_not_recorded(inputs)
-        if any(is_paged(kwargs.get(name)) for name in CACHE_KEYWORDS):
-            refuse_continuous_batching(decoder)
         layers = [layer for layer, _ in self.stock_configs]
         check_own_code(decoder, layers)
         check_rotary(decoder)
