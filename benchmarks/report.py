@@ -16,7 +16,9 @@ from collections.abc import Callable
 
 from rows import ROOT, Row, fullest_run, of_whole_texts, rows_of
 
-PAGES = tuple(ROOT / page for page in ("README.md", "docs/results.md", "docs/vllm.md"))
+PAGES = tuple(
+    ROOT / page for page in ("README.md", "docs/results.md", "docs/vllm.md", "docs/how_it_works.md")
+)
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -236,9 +238,66 @@ def serving() -> str:
     )
 
 
+def kernels() -> str:
+    """What became of the fused kernels on each architecture."""
+    built = [one for one in fullest_run("kernels") if one["note"].startswith("compiled")]
+    architectures = list(dict.fromkeys(one["device"] for one in built))
+    found: dict[tuple[str, ...], dict[tuple[str, str], float]] = {}
+    for one in built:
+        size = (one["model"], one["dtype"], one["variant"], one["tokens"])
+        values = found.setdefault(size, {})
+        values[one["device"], one["quantity"]] = float(one["median"])
+    rows = []
+    for (heads, dtype, variant, tile), values in found.items():
+        if dtype == "float16" or ("sm_90", "spilled") not in values:
+            continue
+        of = {
+            quantity: [values[one, quantity] for one in architectures if (one, quantity) in values]
+            for quantity in ("registers", "spilled", "shared memory", "instructions")
+        }
+        registers = "/".join(f"{number:.0f}" for number in of["registers"])
+        spilled, shared = max(of["spilled"]), max(of["shared memory"]) / 1024
+        instructions = "/".join(f"{number:.0f}" for number in of["instructions"])
+        cells = [heads.removeprefix("heads of "), dtype, variant, tile, registers]
+        rows.append([*cells, f"{spilled:.0f}", f"{shared:.0f}", instructions])
+    header = ["head", "dtype", "a program", "keys of a tile", "registers", "spilled, bytes"]
+    names = ", ".join(architectures)
+    return (
+        f"{markdown([*header, 'shared, KB', 'instructions for a key'], rows)}\n"
+        f"Registers of a thread on {names} (AMD's with 16 queries only); the most that is "
+        f"spilled and shared on any of these; "
+        "instructions of a warp for a key and its value, all warps of a program together, on those "
+        "of NVIDIA. Heads of float16 are as those of bfloat16.\n"
+    )
+
+
+def costs() -> str:
+    """What a step would cost, computed."""
+    steps = [one for one in fullest_run("kernels") if one["note"].startswith("computed")]
+    found: dict[tuple[str, int, int], dict[str, Row]] = {}
+    for one in steps:
+        size = (one["device"], int(one["tokens"]), int(one["batch"]))
+        found.setdefault(size, {})[one["variant"]] = one
+    rows = []
+    for (device, tokens, batch), variants in found.items():
+        times = [f"{float(variants[name]['median']):.3g}" for name in VARIANTS_OF_STEP]
+        parts = re.findall(r"(\S+) ms", variants["fused"]["note"])
+        shares = [f"{float(part):.3g}" for part in parts]
+        ratio = f"{float(variants['fused']['ratio']):.2f}"
+        rows.append([device, f"{tokens:,}", str(batch), *times, *shares, ratio])
+    header = ["GPU", "tokens", "batch", "attention alone, ms", "rotated copy, ms", "fused, ms"]
+    header += ["its bytes", "its instructions", "alone / fused"]
+    return (
+        f"{markdown(header, rows)}\n**Computed, not measured**: the attention of one decoding step "
+        f"of {steps[0]['model']} (32 layers, {steps[0]['dtype']}), without weights.\n"
+    )
+
+
+VARIANTS_OF_STEP = ("attention alone", "rotated copy", "fused")
+
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
-    for table in (decode, perplexity, recall, retrieval, exactness, stairs, serving)
+    for table in (decode, perplexity, recall, retrieval, exactness, stairs, serving, kernels, costs)
 }
 
 

@@ -12,17 +12,18 @@ from functools import partial
 import torch
 from torch import nn
 
-from .backends import Attended, cpu, flash, sdpa
+from .backends import Attended, cpu, flash, fused, sdpa
 from .graphs import outside_graphs
 from .plan import AttentionPlan, LayerCall
 from .rope import rotate
+from .segments import Segment
+from .step import Step
 
 # The name by which transformers finds `dynamic_yarn_attention`. With "flash" in it, it would be
 # taken for a kernel on the Hub.
 ATTENTION_NAME = "dynamic_yarn"
 
 
-@outside_graphs
 def dynamic_yarn_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -32,7 +33,7 @@ def dynamic_yarn_attention(
     scaling: float,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    dynamic_yarn_plan: AttentionPlan | None = None,
+    dynamic_yarn_plan: AttentionPlan | Step | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The attention function that transformers calls in each layer of a patched model.
@@ -47,7 +48,7 @@ def dynamic_yarn_attention(
         dropout: probability of dropping a weight.
         sliding_window: how many keys a query sees, itself included; None for all. Read where the
             plan does not say.
-        dynamic_yarn_plan: the plan of this forward call.
+        dynamic_yarn_plan: the plan of this forward call, or the step that it is.
         **kwargs: what transformers passes beside, unread.
 
     Returns:
@@ -57,14 +58,31 @@ def dynamic_yarn_attention(
     Raises:
         ValueError: there is no plan, or the keys or the mask are not those that were planned for.
     """
-    plan = _plan_for(module, key, dynamic_yarn_plan)
+    if dynamic_yarn_plan is None:
+        raise ValueError(
+            "a patched attention layer must be called by its patched decoder, got a call without a "
+            "plan. Call the model, not its layers or its forward()."
+        )
     if attention_mask is None or attention_mask.numel() > 0:
         raise ValueError(
             f"layer {module.layer_idx} must get the mask that the model was called with, got "
             f"{'none' if attention_mask is None else tuple(attention_mask.shape)} from the model's "
             "own code. Pass it to the model as a 4-D attention_mask, or leave the model unpatched."
         )
-    call = LayerCall(module, plan, scaling, dropout, plan.window_of(module, sliding_window))
+    states = (query, key, value)
+    if isinstance(dynamic_yarn_plan, Step):
+        return dynamic_yarn_plan.attend(module, *states, scaling, sliding_window), None
+    window = dynamic_yarn_plan.window_of(module, sliding_window)
+    call = LayerCall(module, dynamic_yarn_plan, scaling, dropout, window)
+    return _attend_as_planned(call, *states)
+
+
+@outside_graphs
+def _attend_as_planned(
+    call: LayerCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    plan = call.plan
+    _check_planned_for(call, key)
     outputs, parts = [], []
     for first, output, weights in _attend(call, query, key, value):
         outputs.append(output)
@@ -81,25 +99,19 @@ def dynamic_yarn_attention(
     return output, whole
 
 
-def _plan_for(module: nn.Module, key: torch.Tensor, plan: AttentionPlan | None) -> AttentionPlan:
-    """The plan, where it is one for a layer and these keys of its."""
-    if plan is None:
-        raise ValueError(
-            "a patched attention layer must be called by its patched decoder, got a call without a "
-            "plan. Call the model, not its layers or its forward()."
-        )
+def _check_planned_for(call: LayerCall, key: torch.Tensor) -> None:
+    plan, index = call.plan, call.module.layer_idx
     if plan.past and plan.cache is not None and not plan.cache.is_open_to(plan):
         raise ValueError(
-            f"layer {module.layer_idx}, which runs again in a backward pass, must have been called "
+            f"layer {index}, which runs again in a backward pass, must have been called "
             f"without a filled cache, got one with {plan.past} tokens. Pass the whole text and "
             "use_cache=False, or leave checkpointing out."
         )
     if key.shape[2] != plan.total:
         raise ValueError(
-            f"layer {module.layer_idx} must attend over {plan.total} keys, got {key.shape[2]}: it "
+            f"layer {index} must attend over {plan.total} keys, got {key.shape[2]}: it "
             "left the cache out. Call model.eval(), or pass use_cache=False."
         )
-    return plan
 
 
 def _over_all_keys(parts: list[tuple[int, torch.Tensor]], total: int) -> torch.Tensor:
@@ -135,6 +147,9 @@ def _attend(
         last = plan.masks.last_key(segment.stop)
         tables = partial(plan.workspace.tables, segment, key.device, dtype)
         queries = query[:, :, segment.start : segment.stop]
+        if rotates and tiled and _goes_to_kernel(call, segment, query, key):
+            yield first, _by_kernel(call, segment, query, key, value), None
+            continue
         keys, values = key[:, :, first:last], value[:, :, first:last]
         if rotates:
             own = tables(None, plan.past + segment.start, plan.past + segment.stop)
@@ -149,3 +164,42 @@ def _attend(
             scales = segment.scales
             keys = rotated.advance(key, first, last, scales, tables, plan.interleaved)
         yield from backend(call, segment, first, queries, keys, values)
+
+
+def _goes_to_kernel(
+    call: LayerCall, segment: Segment, query: torch.Tensor, key: torch.Tensor
+) -> bool:
+    """Whether the fused kernel can attend for a segment, over keys of which there is no copy."""
+    return (
+        fused.has_kernels(key.device.type)
+        and segment.stop - segment.start <= fused.MOST_QUERIES
+        and query.dtype == key.dtype
+        and call.plan.left_padding is not None
+    )
+
+
+def _by_kernel(
+    call: LayerCall,
+    segment: Segment,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Attends for a segment by the fused kernel: all states un-rotated, those of the whole call."""
+    plan, device = call.plan, key.device
+    padding = plan.left_padding
+    starts = key.new_zeros(len(key), dtype=torch.long) if padding is None else padding.to(device)
+    scale, inv_freq, gain = plan.workspace.turn(segment, device)
+    return fused.decode(
+        query[:, :, segment.start : segment.stop],
+        key,
+        value,
+        call.scaling,
+        torch.full_like(starts, plan.masks.last_key(segment.stop)),
+        starts,
+        scale,
+        inv_freq,
+        gain,
+        window=call.window,
+        interleaved=plan.interleaved,
+    )

@@ -17,7 +17,7 @@ import copy
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers.cache_utils import Cache
@@ -42,11 +42,14 @@ UNROTATED = (
 
 
 class DynamicYaRNCache(Cache):
-    """A growing KV cache for a model patched with `patch_llama`.
+    """A KV cache for a model patched with `patch_llama`, growing or of fixed size.
 
     `layers[i].keys` is `(B, Hkv, T, D)`, un-rotated; `layers[i].values` likewise.
 
     Args:
+        max_cache_len: tokens that each row has room for, padding included. A cache of that fixed
+            size is made, a `StaticYaRNCache`, over which a decoding step is one graph of
+            `torch.compile`; it takes 1.0 times the memory of a `StaticCache`. Default: it grows.
         rotated_copy: whether each layer keeps a rotated copy of its keys. With it the cache takes
             1.5 times the memory of a `DynamicCache` and a step rotates one key; without it, 1.0
             times, and each step rotates all keys anew. The results are the same.
@@ -56,8 +59,12 @@ class DynamicYaRNCache(Cache):
         packed: whether a row holds several documents, told apart by positions that restart.
 
     Raises:
-        TypeError: `rotated_copy` is not a bool, or `offloading` is asked for.
+        TypeError: `rotated_copy` is not a bool, or comes with `max_cache_len`; or `offloading` is
+            asked for.
+        ValueError: `max_cache_len` is less than 1.
     """
+
+    _of_fixed_size: ClassVar[Any]  # the class of those
 
     layers: Any  # a list of DynamicYaRNLayer, which users may reach into
     packed: bool
@@ -69,7 +76,25 @@ class DynamicYaRNCache(Cache):
     _forward: WeakLink | None
     _thread: int  # in which `_forward` began
 
-    def __init__(self, rotated_copy: bool = True, offloading: bool = False) -> None:
+    def __init_subclass__(cls, of_fixed_size: bool = False) -> None:
+        if of_fixed_size:
+            DynamicYaRNCache._of_fixed_size = cls
+
+    def __new__(
+        cls, *args: Any, max_cache_len: int | None = None, **kwargs: Any
+    ) -> "DynamicYaRNCache":
+        made: DynamicYaRNCache = super().__new__(
+            cls if max_cache_len is None else cls._of_fixed_size
+        )
+        return made
+
+    def __init__(
+        self,
+        rotated_copy: bool = True,
+        offloading: bool = False,
+        *,
+        max_cache_len: None = None,
+    ) -> None:
         if not isinstance(rotated_copy, bool):
             raise TypeError(f"rotated_copy must be a bool, got {rotated_copy!r}.")
         if offloading:
@@ -153,13 +178,7 @@ class DynamicYaRNCache(Cache):
         Raises:
             ValueError: something within the call has closed the cache, and dropped its tokens.
         """
-        if self._forward is None:
-            raise ValueError(
-                "a cache must be left alone while a forward call fills it, got a change within one "
-                "(by a hook, or a call of the model by a hook). It is as the change has left it, "
-                "without the tokens of the call. Change it between two calls, or change a copy: "
-                "copy.deepcopy(cache)."
-            )
+        self._check_left_alone()
         if self._positions is None:
             self._positions = positions.new_empty((positions.shape[0], 0))
         begin, end = self._length, self._length + positions.shape[1]
@@ -169,6 +188,19 @@ class DynamicYaRNCache(Cache):
         self._positions[:, begin:end] = positions
         self._length, self.schedule, self.packed = end, schedule, packed
         self._forward = None
+
+    def _check_left_alone(self) -> None:
+        if self._forward is None:
+            raise ValueError(
+                "a cache must be left alone while a forward call fills it, got a change within one "
+                "(by a hook, or a call of the model by a hook). It is as the change has left it, "
+                "without the tokens of the call. Change it between two calls, or change a copy: "
+                "copy.deepcopy(cache)."
+            )
+
+    def key_positions(self) -> torch.Tensor | None:
+        """Positions of the keys that a layer gives, `(B, P)`, -1 where padding: to read."""
+        return self.held_positions
 
     @outside_graphs
     def update(
@@ -204,6 +236,11 @@ class DynamicYaRNCache(Cache):
             # In a backward pass: a layer runs again, as under checkpointing. What it appended when
             # it ran first is there; of that, the plan of its call knows.
             return key_states, value_states
+        return self._append(key_states, value_states, layer_idx)
+
+    def _append(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         while len(self.layers) <= layer_idx:
             self.layers.append(DynamicYaRNLayer(self.rotated_copy, owner=self))
         layer = self.layers[layer_idx]
@@ -253,14 +290,14 @@ class DynamicYaRNCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times, copies next to each other."""
-        if self._positions is not None:
-            rows = torch.arange(self._positions.shape[0], device="cpu")
+        if self.held_positions is not None:
+            rows = torch.arange(len(self.held_positions), device="cpu")
             self._select(rows.repeat_interleave(repeats).tolist())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices`, by number or by a bool for each row, in that order."""
-        if self._positions is not None:
-            rows = torch.arange(self._positions.shape[0], device="cpu")
+        if self.held_positions is not None:
+            rows = torch.arange(len(self.held_positions), device="cpu")
             self._select(rows[torch.as_tensor(indices, device="cpu")].tolist())
 
     def reset(self) -> None:
@@ -354,27 +391,7 @@ class DynamicYaRNCache(Cache):
             ValueError: layers were taken out from between those of the model that filled it.
         """
         self.check_layers()
-        length = self._length
-        missing = [i for i, layer in enumerate(self.layers) if length and not layer.is_initialized]
-        if missing:
-            raise ValueError(
-                "a cache must hold keys of each layer up to the last to be saved, got none for "
-                f"layer {missing[0]}, which the model does not have. Number its layers anew: set "
-                "the layer_idx of each attention."
-            )
-        return storage.to_plain(
-            storage.Contents(
-                schedule=self.schedule if length else None,
-                packed=self.packed,
-                rotated_copy=self.rotated_copy,
-                positions=self.held_positions if length else None,
-                layers=[
-                    (layer.keys[:, :, :length], layer.values[:, :, :length])
-                    for layer in self.layers
-                    if length
-                ],
-            )
-        )
+        return storage.to_plain(self._contents())
 
     @classmethod
     def from_state_dict(
@@ -393,18 +410,45 @@ class DynamicYaRNCache(Cache):
         if device is not None:
             _check_device(device)
         contents = storage.from_plain(state)
-        cache = cls(rotated_copy=contents.rotated_copy)
+        if contents.max_cache_len is None:
+            cache = cls(rotated_copy=contents.rotated_copy)
+        else:
+            cache = cls._of_fixed_size(max_cache_len=contents.max_cache_len)
+        cache._fill(contents, device)
+        return cache
+
+    def _contents(self) -> storage.Contents:
+        length = self._length
+        missing = [i for i, layer in enumerate(self.layers) if length and not layer.is_initialized]
+        if missing:
+            raise ValueError(
+                "a cache must hold keys of each layer up to the last to be saved, got none for "
+                f"layer {missing[0]}, which the model does not have. Number its layers anew: set "
+                "the layer_idx of each attention."
+            )
+        return storage.Contents(
+            schedule=self.schedule if length else None,
+            packed=self.packed,
+            rotated_copy=self.rotated_copy,
+            positions=self.held_positions if length else None,
+            layers=[
+                (layer.keys[:, :, :length], layer.values[:, :, :length])
+                for layer in self.layers
+                if length
+            ],
+        )
+
+    def _fill(self, contents: storage.Contents, device: Any) -> None:
         if contents.positions is None:
-            return cache
-        cache.schedule, cache.packed = contents.schedule, contents.packed
-        cache._positions = contents.positions.to(device, copy=True)
-        cache._length = contents.positions.shape[1]
+            return
+        self.schedule, self.packed = contents.schedule, contents.packed
+        self._positions = contents.positions.to(device, copy=True)
+        self._length = contents.positions.shape[1]
         for keys, values in contents.layers:
-            layer = DynamicYaRNLayer(cache.rotated_copy)
+            layer = DynamicYaRNLayer(self.rotated_copy)
             layer.keys = keys.to(device, copy=True)
             layer.values = values.to(device, copy=True)
-            cache.layers.append(layer)
-        return cache
+            self.layers.append(layer)
 
     def __copy__(self) -> "DynamicYaRNCache":
         """As a deep copy: tokens of two caches cannot be in the same layers."""

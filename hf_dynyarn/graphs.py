@@ -62,3 +62,12 @@ def _recorder(inputs: torch.Tensor) -> str | None:
     if inputs.is_meta or isinstance(inputs, FakeTensor):
         return f"a {type(inputs).__name__} on the device {inputs.device}, without data"
     return None
+
+
+def mark_static(*buffers: torch.Tensor) -> None:
+    """Tells `torch.compile` that tensors stay where they are, so that no graph copies them.
+
+    Without a guard on each: other buffers of the same shapes share the graph.
+    """
+    for buffer in buffers:
+        torch._dynamo.mark_static_address(buffer, guard=False)

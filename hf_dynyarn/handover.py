@@ -1,15 +1,27 @@
 """Which cache a call gets: ours, a stock one that becomes ours, a new one, none, or a refusal."""
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from .cache import DynamicYaRNCache
 from .models import key_heads
 from .schedules import Schedule
-from .versions import CACHE_KEYWORDS, CHECKPOINTING_NEEDS_GRADIENTS
+from .static import StaticYaRNCache
+from .versions import CACHE_KEYWORDS, CHECKPOINTING_NEEDS_GRADIENTS, INPUTS_OF_MASKS
 
 
 def cache_of_call(
@@ -22,6 +34,11 @@ def cache_of_call(
         check_fits(cache, schedule, batch, len(decoder.layers), *key_heads(decoder.config))
     elif cache is not None:
         check_adoptable(cache)
+    if schedule.per_forward and isinstance(cache, StaticCache | StaticYaRNCache):
+        raise ValueError(
+            'schedule must be "position" over a cache of fixed size, whose steps do not know how '
+            'long a call is, got "forward". Leave it out, or use a DynamicYaRNCache() that grows.'
+        )
     # Under checkpointing the layers drop the cache, which the backward pass would fill again.
     checkpointing = decoder.training and decoder.gradient_checkpointing
     if checkpointing and (torch.is_grad_enabled() or not CHECKPOINTING_NEEDS_GRADIENTS):
@@ -39,14 +56,16 @@ def cache_of_call(
 
 
 def check_adoptable(cache: Any) -> None:
-    """Raises a TypeError unless `adopt` can take the cache: an empty `DynamicCache`."""
+    """Raises a TypeError unless `adopt` can take the cache: an empty stock one, not offloaded."""
     remedy = (
-        "Pass a DynamicYaRNCache, or neither a cache nor a cache_implementation: a patched "
+        "Pass a DynamicYaRNCache, with max_cache_len for one of fixed size, or no cache: a patched "
         "model makes its own."
     )
-    plain = type(cache) is DynamicCache
-    stock_layers = (DynamicLayer, DynamicSlidingWindowLayer)
-    plain = plain and all(type(layer) in stock_layers for layer in cache.layers)
+    stock_layers = {
+        DynamicCache: (DynamicLayer, DynamicSlidingWindowLayer),
+        StaticCache: (StaticLayer, StaticSlidingWindowLayer),
+    }.get(type(cache), ())
+    plain = bool(stock_layers) and all(type(layer) in stock_layers for layer in cache.layers)
     if not plain or cache.offloading:
         kind = f"an offloaded {type(cache).__name__}" if plain else f"a {type(cache).__name__}"
         raise TypeError(
@@ -54,23 +73,67 @@ def check_adoptable(cache: Any) -> None:
         )
     if cache.get_seq_length() > 0:
         raise TypeError(
-            "the cache of a patched model must hold un-rotated keys, got a DynamicCache with "
-            f"{cache.get_seq_length()} tokens whose keys are rotated already. {remedy}"
+            f"the cache of a patched model must hold un-rotated keys, got a {type(cache).__name__} "
+            f"with {cache.get_seq_length()} tokens whose keys are rotated already. {remedy}"
+        )
+    if type(cache) is StaticCache and all(layer.is_sliding for layer in cache.layers):
+        raise TypeError(
+            "the cache of a patched model keeps all keys of layers with a window too, so that its "
+            "size must be given, got a StaticCache whose layers all have one and do not tell it. "
+            "Pass a DynamicYaRNCache(max_cache_len=...)."
         )
 
 
-def adopt(cache: Cache) -> DynamicYaRNCache:
-    """Turns what `check_adoptable` lets through into one of ours, in place; leaves ours alone.
+def stand_in(cache: Any) -> DynamicYaRNCache | None:
+    """Ours for a cache: itself, or what `adopt` may turn a stock one into; None for none."""
+    if cache is None or isinstance(cache, DynamicYaRNCache):
+        return cache
+    if type(cache) is StaticCache:
+        return DynamicYaRNCache(max_cache_len=max(layer.max_cache_len for layer in cache.layers))
+    return DynamicYaRNCache()
 
-    `generate` makes its own `DynamicCache` before the model sees it, and callers keep the one
-    they pass: were it only replaced, a loop that passes it again would find it empty and
-    silently start over.
+
+def adopt(cache: Cache, ours: DynamicYaRNCache) -> DynamicYaRNCache:
+    """Turns a stock cache into ours, in place; leaves one of ours alone.
+
+    `generate` makes its own cache before the model sees it, and callers keep the one they pass:
+    were it only replaced, a loop that passes it again would find it empty and silently start over.
     """
-    if not isinstance(cache, DynamicYaRNCache):
-        cache.__class__ = DynamicYaRNCache
-        cache.__init__()
-    ours: DynamicYaRNCache = cache
-    return ours
+    if cache is not ours:
+        cache.__class__ = type(ours)
+        cache.__dict__ = ours.__dict__
+    adopted: DynamicYaRNCache = cache
+    return adopted
+
+
+def without_masks(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A `create_masks_for_generate` that leaves it to a patched model to read the padding.
+
+    For a cache that can be compiled, `generate` makes 4-D masks, which do not say what is padding.
+
+    Args:
+        stock: what the model has of it.
+    """
+
+    @wraps(stock)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        cache = next((kwargs[name] for name in CACHE_KEYWORDS if name in kwargs), None)
+        if not isinstance(cache, StaticCache | StaticYaRNCache):
+            return stock(*args, **kwargs)
+        mask = kwargs.get("attention_mask")
+        inputs = next(kwargs[name] for name in INPUTS_OF_MASKS if name in kwargs)
+        if mask is None or mask.dim() != 2 or not cache.get_seq_length():
+            return mask
+        # Of the new tokens alone: of one shape for all steps, as the rest of a step's arguments.
+        return mask[:, -inputs.shape[1] :].clone(memory_format=torch.contiguous_format)
+
+    return create
+
+
+def drop_kept_cache(model: nn.Module) -> None:
+    """Takes from a model a cache of ours that its `generate` would use again."""
+    if isinstance(vars(model).get("_cache"), DynamicYaRNCache):
+        del model._cache
 
 
 def check_fits(

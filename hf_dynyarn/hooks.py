@@ -13,12 +13,20 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from transformers import AttentionInterface, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 
 from .attention import ATTENTION_NAME, dynamic_yarn_attention
 from .cache import DynamicYaRNCache
-from .documents import bounds_of_call
+from .documents import BOUNDS, bounds_of_call
 from .graphs import check_not_recorded, outside_graphs
-from .handover import adopt, cache_of_call, option
+from .handover import (
+    adopt,
+    cache_of_call,
+    drop_kept_cache,
+    option,
+    stand_in,
+    without_masks,
+)
 from .models import (
     attention_layers,
     cache_droppers,
@@ -31,7 +39,12 @@ from .models import (
 from .options import DynamicYaRNConfig
 from .plan import AttentionPlan, make_plan
 from .schedules import Schedule
+from .static import StaticYaRNCache
+from .step import MOST_TOKENS, Step, make_step
 from .versions import CACHE_KEYWORDS, arguments_of, is_paged, rotary_embeddings
+
+# A decoder's own names of what it computes with, one of which a call gives.
+INPUTS = ("input_ids", "inputs_embeds")
 
 # How the plan travels from the decoder to `dynamic_yarn_attention`.
 PLAN_KEYWORD = "dynamic_yarn_plan"
@@ -61,9 +74,9 @@ class Patch:
 
     A deep copy of the model gets a deep copy of this.
 
-    `torch.compile` leaves both hooks alone, as it does the cache's `update` and
-    `dynamic_yarn_attention`, and compiles what lies between: these depend on lengths and scales,
-    for each of which it would compile them anew.
+    `torch.compile` follows the hooks of a step over a cache of fixed size. What is planned depends
+    on lengths and scales, for each of which it would compile anew: the making of plans, the cache's
+    `update` and attention by a plan stay outside its graphs.
 
     Args:
         decoder: the decoder.
@@ -90,8 +103,12 @@ class Patch:
         self.in_force = in_force
         self.arguments = arguments_of(decoder)
         self.unrotated = unrotated_layers(decoder)
+        # Of a family whose eager attention has more than others: only that serves it.
+        self.own_eager = family_of(decoder).backends == ("eager",)
         self.stock_configs = [(layer, layer.config) for layer in attention_layers(decoder)]
         self.cache_droppers = [] if model is None else cache_droppers(model)
+        modules = [] if model is None else model.modules()
+        self.generators = [one for one in modules if isinstance(one, GenerationMixin)]
         self.hooks = (
             decoder.register_forward_pre_hook(self.before_forward, with_kwargs=True),
             decoder.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True),
@@ -106,6 +123,9 @@ class Patch:
         attention_config._attn_implementation = ATTENTION_NAME
         for layer, _ in self.stock_configs:
             layer.config = attention_config
+        for generator in self.generators:
+            stock = getattr(generator, "create_masks_for_generate", create_masks_for_generate)
+            generator.create_masks_for_generate = without_masks(stock)
         for wrapper in self.cache_droppers:
             prepare = GenerationMixin.prepare_inputs_for_generation
             wrapper.prepare_inputs_for_generation = MethodType(prepare, wrapper)
@@ -119,41 +139,110 @@ class Patch:
             setattr(holder, name, getattr(holder, name).stock)
         for layer, config in self.stock_configs:
             layer.config = config
+        for generator in self.generators:
+            del generator.create_masks_for_generate
+            drop_kept_cache(generator)
         for wrapper in self.cache_droppers:
             del wrapper.prepare_inputs_for_generation
         del decoder._dynamic_yarn
 
-    @outside_graphs
     def before_forward(
         self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks and plans a call, then opens its cache. A refused call has changed nothing."""
         if self.in_force is not None and not self.in_force():
-            self.remove(decoder)
+            self._expire(decoder)
             return args, kwargs
         kwargs = {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-        names = ("input_ids", "inputs_embeds")
-        given = [kwargs[name] for name in names if kwargs.get(name) is not None]
+        given = [kwargs[name] for name in INPUTS if kwargs.get(name) is not None]
         if len(given) != 1:
             return (), kwargs  # the decoder's own error says it best
-        check_not_recorded(given[0])
         if any(is_paged(kwargs.get(name)) for name in CACHE_KEYWORDS):
             refuse_continuous_batching(decoder)
         check_causal(decoder.config, kwargs)
+        start = self._step if self._is_step(decoder, given[0], kwargs) else self._plan
+        forward: AttentionPlan | Step = start(decoder, given[0], kwargs)
+        name = next(name for name in CACHE_KEYWORDS if name in self.arguments)
+        kwargs = {key: value for key, value in kwargs.items() if key not in CACHE_KEYWORDS}
+        kwargs[name] = forward.cache
+        kwargs["position_ids"] = forward.new.clamp(min=0)
+        # A 4-D mask goes through the decoder as it is: with this one no stock mask is built. The
+        # plan has the real one.
+        shape = (given[0].shape[0], 1, 0, 0)
+        kwargs["attention_mask"] = given[0].new_empty(shape, dtype=torch.bool)
+        kwargs[PLAN_KEYWORD] = forward
+        return (), kwargs
+
+    def after_forward(
+        self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Commits the call to its cache, or, after an error (no output), closes the cache."""
+        forward = kwargs.get(PLAN_KEYWORD)
+        if isinstance(forward, Step) and output is not None:
+            forward.cache.commit_step(forward.new)
+        elif isinstance(forward, AttentionPlan | Step) and forward.cache is not None:
+            self._end(forward, forward.cache, output)
+
+    def _is_step(
+        self, decoder: PreTrainedModel, inputs: torch.Tensor, kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether a call goes on in a cache of fixed size, with few tokens and nothing special."""
+        cache = next(
+            (kwargs[name] for name in CACHE_KEYWORDS if kwargs.get(name) is not None), None
+        )
+        return (
+            isinstance(cache, StaticYaRNCache)
+            and isinstance(inputs, torch.Tensor)
+            and 1 <= inputs.shape[1] <= MOST_TOKENS
+            and cache.takes_step(inputs.shape[0], self.schedule)
+            and not (decoder.training or torch.is_grad_enabled() or torch.jit.is_tracing())  # type: ignore[attr-defined]
+            and not (self.own_eager or option(decoder, kwargs, "output_attentions"))
+            and all(kwargs.get(name) is None for name in BOUNDS)
+        )
+
+    def _step(self, decoder: PreTrainedModel, inputs: torch.Tensor, kwargs: dict[str, Any]) -> Step:
+        layers = [layer for layer, _ in self.stock_configs]
+        if not torch.compiler.is_compiling():
+            check_own_code(decoder, layers)
+            check_rotary(decoder)
+        windows = masked_windows(decoder)
+        step = make_step(
+            cache=next(kwargs[name] for name in CACHE_KEYWORDS if kwargs.get(name) is not None),
+            schedule=self.schedule,
+            windowed=self.windowed,
+            unrotated=self.unrotated,
+            interleaved=family_of(decoder).interleaved,
+            windows=None if "flash" in backend_of(decoder) else windows,
+            inputs=inputs,
+            attention_mask=kwargs.get("attention_mask"),
+            position_ids=kwargs.get("position_ids"),
+        )
+        step.cache.begin_step(step)
+        return step
+
+    @outside_graphs
+    def _plan(
+        self, decoder: PreTrainedModel, inputs: torch.Tensor, kwargs: dict[str, Any]
+    ) -> AttentionPlan:
+        check_not_recorded(inputs)
         layers = [layer for layer, _ in self.stock_configs]
         check_own_code(decoder, layers)
         check_rotary(decoder)
         backend = backend_of(decoder)
         windows = masked_windows(decoder)
-        batch = given[0].shape[0]
-        cache = cache_of_call(decoder, kwargs, self.schedule, batch)
+        given = cache_of_call(decoder, kwargs, self.schedule, inputs.shape[0])
+        cache = stand_in(given)
+        mask, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        bounds = bounds_of_call(kwargs, 0 if cache is None else cache.get_seq_length())
+        if isinstance(cache, StaticYaRNCache):
+            mask, position_ids = cache.place(inputs, mask, position_ids, bounds)
         plan = make_plan(
             schedule=self.schedule,
-            cache=cache if isinstance(cache, DynamicYaRNCache) else None,
-            inputs=given[0],
-            attention_mask=kwargs.get("attention_mask"),
-            position_ids=kwargs.get("position_ids"),
-            bounds=bounds_of_call(kwargs, 0 if cache is None else cache.get_seq_length()),
+            cache=cache,
+            inputs=inputs,
+            attention_mask=mask,
+            position_ids=position_ids,
+            bounds=bounds,
             backend=backend,
             output_attentions=option(decoder, kwargs, "output_attentions"),
             unrotated=self.unrotated,
@@ -162,29 +251,20 @@ class Patch:
             windows=None if "flash" in backend else windows,
         )
         if cache is not None:
-            plan.cache = adopt(cache)
+            plan.cache = adopt(given, cache)
             plan.cache.begin(plan)
-        name = next(name for name in CACHE_KEYWORDS if name in self.arguments)
-        kwargs[name] = plan.cache
-        kwargs["position_ids"] = plan.new.clamp(min=0)
-        # A 4-D mask goes through the decoder as it is: with this one no stock mask is built. The
-        # plan has the real one.
-        kwargs["attention_mask"] = given[0].new_empty((batch, 1, 0, 0), dtype=torch.bool)
-        kwargs[PLAN_KEYWORD] = plan
-        return (), kwargs
+        return plan
 
     @outside_graphs
-    def after_forward(
-        self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """Commits the call to its cache, or, after an error (no output), closes the cache."""
-        plan = kwargs.get(PLAN_KEYWORD)
-        if not isinstance(plan, AttentionPlan) or plan.cache is None:
-            return
-        if output is None:
-            plan.cache.close()
+    def _end(self, forward: AttentionPlan | Step, cache: DynamicYaRNCache, output: Any) -> None:
+        if output is None or isinstance(forward, Step):
+            cache.close()
         else:
-            plan.cache.commit(plan.new, plan.schedule, plan.packed)
+            cache.commit(forward.new, forward.schedule, forward.packed)
+
+    @outside_graphs
+    def _expire(self, decoder: PreTrainedModel) -> None:
+        self.remove(decoder)
 
 
 def patch_of(decoder: nn.Module) -> Patch | None:

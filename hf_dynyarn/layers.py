@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from .graphs import mark_static
 from .rope import rotate
 
 # Buffers grow by an eighth, and by this many tokens at least.
@@ -325,6 +326,145 @@ class DynamicYaRNLayer(DynamicLayer):
             return  # an inference tensor was put in by hand, and nothing is rotated since
         if self._keys._version != self._version:
             self.rotated.forget()
+
+
+class StaticYaRNLayer(CacheLayerMixin):
+    """One layer of fixed size: un-rotated keys and values, written in place, by position.
+
+    Slot `p` holds the token at position `p` of its row, so padding takes none, and the position of
+    a key is where it lies. One more slot, the last, takes what is not to be kept.
+
+    Args:
+        max_cache_len: slots, `N`.
+
+    Attributes:
+        keys: `(B, Hkv, N, D)`, un-rotated; what lies beyond a row's tokens means nothing.
+        values: `(B, Hkv, N, D)`, likewise.
+    """
+
+    is_compileable = True
+    is_croppable = True
+    is_sliding = False
+    rotated = None
+    _keys: Any  # (B, Hkv, N + 1, D); None before anything is written
+    _values: Any
+
+    def __init__(self, max_cache_len: int) -> None:
+        self.max_cache_len = max_cache_len
+        super().__init__()
+
+    @property
+    def keys(self) -> Any:
+        return None if self._keys is None else self._keys[:, :, : self.max_cache_len]
+
+    @keys.setter
+    def keys(self, keys: None) -> None:
+        self._keys = _nothing("keys", keys)
+
+    @property
+    def values(self) -> Any:
+        return None if self._values is None else self._values[:, :, : self.max_cache_len]
+
+    @values.setter
+    def values(self, values: None) -> None:
+        self._values = _nothing("values", values)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Makes the buffers, for states like these, `(B, Hkv, T, D)` each."""
+        self.max_batch_size = key_states.shape[0]
+        with ordinary_tensors():
+            self._keys, self._values = (
+                torch.zeros(
+                    (*states.shape[:2], self.max_cache_len + 1, states.shape[-1]),
+                    dtype=states.dtype,
+                    device=states.device,
+                )
+                for states in (key_states, value_states)
+            )
+        mark_static(self._keys, self._values)
+        self.is_initialized = True
+
+    def write(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor
+    ) -> None:
+        """Writes keys and values, `(B, Hkv, T, D)` each, into slots `(B, T)`."""
+        rows = torch.arange(len(slots), device=slots.device)[:, None]
+        for buffer, states in ((self._keys, key_states), (self._values, value_states)):
+            buffer.transpose(1, 2)[rows, slots] = states.transpose(1, 2)
+
+    def append(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor, past: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes likewise; returns the first `past` slots and behind them what was written."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        elif self._keys.device != key_states.device:
+            self.to(key_states.device)
+        self.write(key_states, value_states, slots)
+        if past == 0:
+            return key_states, value_states
+        return (
+            torch.cat((self._keys[:, :, :past], key_states), dim=2),
+            torch.cat((self._values[:, :, :past], value_states), dim=2),
+        )
+
+    def columns(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of tokens at positions `(B, T)`, 0 where padding: `(B, Hkv, T, D)`."""
+        positions = positions.to(self._keys.device)[:, None, :, None]
+        keys, values = (
+            buffer.gather(2, positions.clamp(min=0).expand(*buffer.shape[:2], -1, buffer.shape[3]))
+            for buffer in (self._keys, self._values)
+        )
+        return keys.masked_fill_(positions < 0, 0), values.masked_fill_(positions < 0, 0)
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Row `i` becomes what row `rows[i]` was."""
+        rows = rows.to(self._keys.device)
+        if len(rows) == len(self._keys):
+            self._keys.copy_(self._keys[rows])
+            self._values.copy_(self._values[rows])
+            return
+        self._keys, self._values = self._keys[rows], self._values[rows]
+        self.max_batch_size = len(rows)
+        mark_static(self._keys, self._values)
+
+    def to(self, device: torch.device | str | int) -> None:
+        """Moves the keys and the values."""
+        self._keys, self._values = self._keys.to(device), self._values.to(device)
+        mark_static(self._keys, self._values)
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Raises a TypeError: the cache knows the slots."""
+        raise _no_layer_call("update")
+
+    def get_seq_length(self) -> int:
+        """Raises a TypeError: the cache knows the length."""
+        raise _no_layer_call("get_seq_length")
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Raises a TypeError: a patched model builds no mask by it."""
+        raise _no_layer_call("get_mask_sizes")
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+    get_max_cache_shape = get_max_length  # its name up to transformers 5.20
+
+
+def _no_layer_call(name: str) -> TypeError:
+    return TypeError(
+        f"a StaticYaRNLayer must be used through its cache, got a call of its {name}(). Call that "
+        "of the cache, or the model with it."
+    )
+
+
+def _nothing(name: str, states: Any) -> Any:
+    if states is not None:
+        raise TypeError(
+            f"{name} of a StaticYaRNLayer must stay in their buffer, got others. Write into it, or "
+            "use a DynamicYaRNCache() that grows."
+        )
+    return states
 
 
 def with_room(buffer: torch.Tensor, length: int, needed: int, dim: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 
 
 def _always(layer: Any) -> bool:
@@ -160,6 +160,12 @@ def drops_caches(cls: type) -> bool:
     """Whether a class has a part of `generate()` that throws a cache away."""
     code = {_module(key) for key, family in FAMILIES.items() if family.drops_cache}
     return cls.__module__ in code and "prepare_inputs_for_generation" in vars(cls)
+
+
+def generates(cls: type) -> bool:
+    """Whether a class of a supported family generates text."""
+    code = set(map(_module, FAMILIES))
+    return cls.__module__ in code and issubclass(cls, GenerationMixin)
 
 
 def attention_layers(decoder: PreTrainedModel) -> list[Any]:

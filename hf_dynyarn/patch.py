@@ -29,8 +29,10 @@ from uuid import uuid4
 import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
+from .handover import drop_kept_cache, without_masks
 from .hooks import Patch, backend_of, check_causal, patch_of, refuse_continuous_batching
 from .models import (
     FAMILIES,
@@ -41,6 +43,7 @@ from .models import (
     check_rotary,
     drops_caches,
     find_decoder,
+    generates,
     is_decoder,
     is_decoder_class,
     is_image_model_class,
@@ -218,10 +221,14 @@ def _attributes_of(cls: type) -> dict[str, Any]:
         return {"__call__": _call_after(_patch_or_leave, cls)}
     if is_image_model_class(cls):
         return {"__call__": _call_after(_leave_decoder_in, cls)}
+    attributes: dict[str, Any] = {}
     if drops_caches(cls):
         stock = vars(cls)["prepare_inputs_for_generation"]
-        return {"prepare_inputs_for_generation": _prepare_instead_of(stock)}
-    return {}
+        attributes["prepare_inputs_for_generation"] = _prepare_instead_of(stock)
+    if generates(cls):
+        stock = getattr(cls, "create_masks_for_generate", create_masks_for_generate)
+        attributes["create_masks_for_generate"] = _masks_instead_of(stock)
+    return attributes
 
 
 def _call_after(look: Callable[[Any], None], owner: Any) -> Callable[..., Any]:
@@ -252,6 +259,21 @@ def _prepare_instead_of(stock: Callable[..., Any]) -> Callable[..., Any]:
         return chosen(self, *args, **kwargs)
 
     return prepare
+
+
+def _masks_instead_of(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A `create_masks_for_generate` that makes none for a patched model."""
+    none = without_masks(stock)
+
+    @wraps(stock)
+    def create(self: Any, *args: Any, **kwargs: Any) -> Any:
+        decoder = self.get_decoder()
+        if not _was_seen(decoder):
+            _patch_or_leave(decoder)  # before its first call, when the masks would be there
+        chosen = stock if patch_of(decoder) is None else none
+        return chosen(*args, **kwargs)
+
+    return create
 
 
 def _was_seen(model: nn.Module) -> bool:
@@ -334,6 +356,7 @@ def _remove_class_wide() -> None:
         if patch is not None and patch.in_force is not None:
             patch.remove(model)
         vars(model).pop("_dynamic_yarn_left", None)
+        drop_kept_cache(model)
 
 
 def _live_models() -> list[PreTrainedModel]:

@@ -67,6 +67,22 @@ class AttentionPlan:
         """Segments for layers that keep the scale they were trained at."""
         return self.cut_trained()
 
+    @cached_property
+    def left_padding(self) -> torch.Tensor | None:
+        """Padding before each row, `(B,)`, where its keys lie in order behind it; None elsewhere.
+
+        Synchronises with the device. Only who attends over un-rotated keys asks.
+        """
+        masks, positions = self.masks, self.workspace.positions
+        if self.packed or masks.custom is not None or masks.documents is not None:
+            return None
+        starts = (positions >= 0).int().argmax(-1)
+        places = torch.arange(self.total, device=positions.device) - starts[:, None]
+        in_order = ((positions == places) | (positions < 0)).all()
+        if masks.visible is not None:
+            in_order &= (masks.visible == (positions >= 0)).all()  # or a mask hides what is held
+        return starts if in_order else None
+
     def window_of(self, layer: Any, told: int | None) -> int | None:
         """How many keys a query sees in a layer, which itself was `told` so; None for all."""
         return told if self.windows is None else self.windows[layer.layer_idx]
@@ -154,8 +170,8 @@ def make_plan(
     """
     batch, length = inputs.shape[:2]
     held = torch.empty((batch, 0), dtype=torch.long, device=inputs.device)
-    if cache is not None and cache.held_positions is not None:
-        held = cache.held_positions.to(inputs.device)
+    if cache is not None and (there := cache.key_positions()) is not None:
+        held = there.to(inputs.device)
     past = held.shape[1]
     if batch == 0 or length == 0:
         raise ValueError(

@@ -1,7 +1,11 @@
-"""Positions of held tokens, `(B, T)`, -1 where padding: the newest, and where documents start."""
+"""Positions of held tokens, `(B, T)`, -1 where padding: which is newest, where documents start."""
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
+
+from .graphs import mark_static
 
 
 def last_positions(positions: torch.Tensor) -> torch.Tensor:
@@ -33,3 +37,131 @@ def document_starts(positions: torch.Tensor) -> torch.Tensor:
     before = nn.functional.pad(newest[:, :-1], (1, 0), value=-1)
     expected = torch.where(before < 0, 0, positions.gather(1, before.clamp(min=0)) + 1)
     return (positions >= 0) & (positions != expected)
+
+
+class StaticPositions:
+    """Positions of a cache of fixed size: written in place, read back to the host by nothing here.
+
+    Args:
+        rows: of the cache, `B`.
+        room: tokens that each row has room for, padding included, `N`.
+        device: of the tensors.
+
+    Attributes:
+        columns: `(B, N)` int64, position of each token, -1 where padding and where none is yet.
+        lengths: `(B,)` int64, tokens of each row that are not padding.
+        count: `()` int64, tokens of each row, padding included.
+    """
+
+    def __init__(self, rows: int, room: int, device: torch.device) -> None:
+        self.columns = torch.full((rows, room), -1, dtype=torch.long, device=device)
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self.count = torch.zeros((), dtype=torch.long, device=device)
+        self._mark()
+
+    def append(self, positions: torch.Tensor) -> None:
+        """Adds new tokens, `(B, T)`."""
+        places = self.count + torch.arange(positions.shape[1], device=positions.device)
+        self.columns.index_copy_(1, places, positions)
+        self.lengths.add_((positions >= 0).sum(-1))
+        self.count.add_(positions.shape[1])
+
+    def following(
+        self, tokens: int, mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Positions of new tokens, which must have room and go on from those held.
+
+        In a graph, what needs values is checked on the device, where it stops the call.
+
+        Args:
+            tokens: how many new ones, `T`.
+            mask: `(B, T)` or `(B, tokens held + T)`, 0 for padding; or None.
+            position_ids: `(B or 1, T)` or None.
+
+        Returns:
+            `(B, T)`, -1 where padding.
+
+        Raises:
+            ValueError: there is no room, or the mask or the positions do not fit the cache.
+        """
+        room = self.columns.shape[1]
+        _require(
+            self.count + tokens <= room,
+            lambda: f"{int(self.count)} held and {tokens} new ones",
+            f"a text must fit into the max_cache_len of its cache, {room} tokens, padding "
+            "included, got {}. Start with a larger DynamicYaRNCache(max_cache_len=...).",
+        )
+        new = self.lengths[:, None] + torch.arange(tokens, device=self.lengths.device)
+        if mask is not None:
+            valid = _new_part(mask, self, tokens)
+            new = torch.where(valid, self.lengths[:, None] + valid.cumsum(-1) - 1, -1)
+        if position_ids is not None:
+            _require(
+                ((position_ids.to(new.device) == new) | (new < 0)).all(),
+                lambda: f"{position_ids.tolist()} where it goes on at {new.tolist()}",
+                "position_ids must go on from the tokens of each row in a cache with "
+                "max_cache_len, got {}. Leave them out, or use a DynamicYaRNCache() that grows.",
+            )
+        return new
+
+    def taken(self) -> torch.Tensor:
+        """The columns that hold tokens, `(B, T)`."""
+        return self.columns[:, : int(self.count)]
+
+    def by_slot(self) -> torch.Tensor | None:
+        """Position of the token in each slot that any row uses, `(B, P)`, -1 where a row does not.
+
+        None where none does.
+        """
+        slots = torch.arange(int(self.lengths.max()), device=self.lengths.device)
+        return torch.where(slots < self.lengths[:, None], slots, -1) if len(slots) else None
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Row `i` becomes what row `rows[i]` was."""
+        self.columns, self.lengths = self.columns[rows], self.lengths[rows]
+        self._mark()
+
+    def to(self, device: torch.device | str | int) -> None:
+        """Moves all of it."""
+        self.columns, self.lengths, self.count = (
+            part.to(device) for part in (self.columns, self.lengths, self.count)
+        )
+        self._mark()
+
+    def _mark(self) -> None:
+        mark_static(self.columns, self.lengths, self.count)
+
+    def shorten(self, length: int) -> None:
+        """Keeps the first `length` columns."""
+        self.columns[:, length:] = -1
+        self.count.fill_(length)
+        self.lengths.copy_((self.columns >= 0).sum(-1))
+
+
+def _new_part(mask: torch.Tensor, held: StaticPositions, tokens: int) -> torch.Tensor:
+    """What a mask says of the new tokens, `(B, T)` bool; it must agree on those held."""
+    rows = held.columns.shape[0]
+    if mask.dim() != 2 or mask.shape[0] != rows or mask.shape[1] < tokens:
+        raise ValueError(
+            "attention_mask over a cache with max_cache_len must be (batch, new tokens) or (batch, "
+            f"tokens in the cache + new tokens), got {tuple(mask.shape)} for {rows} rows of "
+            f"{tokens} new tokens. Leave it out, use a DynamicYaRNCache() that grows, or, in "
+            "generate(), patch the whole model and not its decoder alone."
+        )
+    before = mask.shape[1] - tokens
+    if before:
+        as_filled = (mask[:, :-tokens] != 0) == (held.columns[:, :before] >= 0)
+        _require(
+            as_filled.all() & (held.count == before),
+            lambda: f"another, of {before} tokens for {int(held.count)} held",
+            "attention_mask must say of the tokens in a cache with max_cache_len what it said when "
+            "they came, got {}. Leave it out, or use a DynamicYaRNCache() that grows.",
+        )
+    return mask[:, -tokens:] != 0
+
+
+def _require(condition: torch.Tensor, got: Callable[[], str], message: str) -> None:
+    if torch.compiler.is_compiling():
+        torch._assert_async(condition, message.format("others"))
+    elif not condition:
+        raise ValueError(message.format(got()))

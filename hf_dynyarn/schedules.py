@@ -87,15 +87,24 @@ class Schedule(ABC):
         """
         return {}
 
+    def constants(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """What `inv_freq` goes by beside the scale: `(D/2,)` float32 each, on the device.
+
+        A graph cannot make them of Python's numbers without leaving the device, so they are made
+        once, before.
+        """
+        return ()
+
     @abstractmethod
-    def inv_freq(self, scale: torch.Tensor) -> torch.Tensor:
+    def inv_freq(self, scale: torch.Tensor, *constants: torch.Tensor) -> torch.Tensor:
         """Frequencies at each scale.
 
         Args:
             scale: `(...)` float64.
+            *constants: what `constants` gives. Default: they are made anew.
 
         Returns:
-            `(..., D/2)` float32, radians per token.
+            `(..., D/2)` float32, radians per token, on the device of `scale`.
         """
 
     def scale(self, positions: torch.Tensor) -> torch.Tensor:
@@ -193,18 +202,21 @@ class YaRNSchedule(Schedule):
             "trained": _trained_frequencies(rope, rotary_dim),
         }
 
-    def inv_freq(self, scale: torch.Tensor) -> torch.Tensor:
-        """Frequencies at each scale, `(..., D/2)`: equations (2) to (5)."""
+    def constants(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Periods, trained frequencies and the part of these that is kept: equations (2) to (4)."""
         if self.trained is None:
-            periods = _periods(self.rope_theta, self.rotary_dim, scale.device)
+            periods = _periods(self.rope_theta, self.rotary_dim, device)
             trained = 1.0 / periods
         else:
-            trained = torch.tensor(self.trained, dtype=torch.float32, device=scale.device)
+            trained = torch.tensor(self.trained, dtype=torch.float32, device=device)
             periods = 1.0 / trained
-        ramp = self._ramp(scale.device)
+        # 1 - w, of which stretching takes 1 - (1 - w): the roundings of the reference.
+        return periods, trained, 1 - self._ramp(device)
+
+    def inv_freq(self, scale: torch.Tensor, *constants: torch.Tensor) -> torch.Tensor:
+        """Frequencies at each scale, `(..., D/2)`: equation (5)."""
+        periods, trained, keep = constants or self.constants(scale.device)
         stretched = 1.0 / (scale.float()[..., None] * periods)
-        # 1 - (1 - w), not w: the roundings of the reference implementation.
-        keep = 1 - ramp
         mixed = stretched * (1 - keep) + trained * keep
         # At scale 1 the two summands need not add up to theta_i in float32; the trained model has
         # theta_i itself.
@@ -265,7 +277,7 @@ class NTKSchedule(Schedule):
     ) -> dict[str, Any]:
         return {"factor": float(rope["factor"])}
 
-    def inv_freq(self, scale: torch.Tensor) -> torch.Tensor:
+    def inv_freq(self, scale: torch.Tensor, *constants: torch.Tensor) -> torch.Tensor:
         """Frequencies at each scale, `(..., D/2)`."""
         grown = self.factor * scale - (self.factor - 1)
         base = self.rope_theta * grown ** (self.rotary_dim / (self.rotary_dim - 2))
@@ -331,13 +343,17 @@ class LongRoPESchedule(Schedule):
         """1 up to the window, else `factor`: `(B, T)` float64."""
         return torch.where(super().scale(positions) > 1, self.factor, 1.0).double()
 
-    def inv_freq(self, scale: torch.Tensor) -> torch.Tensor:
-        """Frequencies at each scale, `(..., D/2)`."""
-        periods = _periods(self.rope_theta, self.rotary_dim, scale.device)
-        short, long = (
-            1.0 / (torch.tensor(factors, dtype=torch.float32, device=scale.device) * periods)
+    def constants(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Short and long frequencies."""
+        periods = _periods(self.rope_theta, self.rotary_dim, device)
+        return tuple(
+            1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * periods)
             for factors in (self.short_factor, self.long_factor)
         )
+
+    def inv_freq(self, scale: torch.Tensor, *constants: torch.Tensor) -> torch.Tensor:
+        """Frequencies at each scale, `(..., D/2)`."""
+        short, long = constants or self.constants(scale.device)
         return torch.where(scale[..., None] > 1, long, short)
 
     def gain(self, scale: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,10 @@ HEADER_TYPES: dict[str, Any] = {
 }
 
 
+# In the header of a cache of fixed size alone.
+FIXED_SIZE = "max_cache_len"
+
+
 class Contents(NamedTuple):
     """What a cache is made of.
 
@@ -51,6 +55,7 @@ class Contents(NamedTuple):
         rotated_copy: the option of the cache.
         positions: `(B, T)` int64; None where the cache is empty.
         layers: un-rotated keys and values of each layer, `(B, Hkv, T, D)` each.
+        max_cache_len: the option of the cache; None where it grows.
     """
 
     schedule: Schedule | None
@@ -58,11 +63,12 @@ class Contents(NamedTuple):
     rotated_copy: bool
     positions: torch.Tensor | None
     layers: list[tuple[torch.Tensor, torch.Tensor]]
+    max_cache_len: int | None = None
 
 
 def to_plain(contents: Contents) -> dict[str, Any]:
     """Gives the plain form, with copies of the tensors on the CPU, without spare room."""
-    schedule, packed, rotated_copy, positions, layers = contents
+    schedule, packed, rotated_copy, positions, layers, max_cache_len = contents
     header = {
         "version": FORMAT_VERSION,
         "schedule": None if schedule is None else _plain_schedule(schedule),
@@ -70,6 +76,8 @@ def to_plain(contents: Contents) -> dict[str, Any]:
         "rotated_copy": rotated_copy,
         "layers": len(layers),
     }
+    if max_cache_len is not None:
+        header[FIXED_SIZE] = max_cache_len
     held = [] if positions is None else [positions, *(part for layer in layers for part in layer)]
     names = _tensor_names(len(layers))
     return {HEADER: header, **{name: _copy(part) for name, part in zip(names, held, strict=True)}}
@@ -97,12 +105,15 @@ def from_plain(plain: Any) -> Contents:
         )
     tensors = [plain[name] for name in names]
     _check_tensors(dict(zip(names, tensors, strict=True)))
+    if FIXED_SIZE in header and tensors:
+        _check_fixed_size(tensors[0], header[FIXED_SIZE])
     return Contents(
         schedule=None if header["schedule"] is None else _schedule(header["schedule"]),
         packed=header["packed"],
         rotated_copy=header["rotated_copy"],
         positions=tensors[0] if tensors else None,
         layers=list(zip(tensors[1::2], tensors[2::2], strict=True)),
+        max_cache_len=header.get(FIXED_SIZE),
     )
 
 
@@ -195,7 +206,8 @@ def _checked_header(header: Any) -> dict[str, Any]:
             f"reads, got {header['version']!r}. Install the hf_dynyarn that saved it, or save the "
             "cache again."
         )
-    complete = set(header) == {"version", *HEADER_TYPES}
+    complete = set(header) - {FIXED_SIZE} == {"version", *HEADER_TYPES}
+    complete = complete and isinstance(header.get(FIXED_SIZE, 0), int)
     if not complete or not all(isinstance(header[n], kind) for n, kind in HEADER_TYPES.items()):
         raise _misfit(f"{list(HEADER_TYPES)} of the right types", repr(header))
     if header["layers"] < 0 or (header["layers"] == 0) != (header["schedule"] is None):
@@ -221,6 +233,16 @@ def _check_tensors(tensors: dict[str, Any]) -> None:
             raise _misfit(
                 f"{name!r} as {(rows, 'Hkv', length, 'D')} of floats", f"{shape} of {part.dtype}"
             )
+
+
+def _check_fixed_size(positions: torch.Tensor, room: int) -> None:
+    text = positions >= 0
+    in_order = ((text.cumsum(-1) - 1 == positions) | ~text).all()
+    if not in_order or positions.shape[1] > room:
+        raise _misfit(
+            f"rows that count from 0 on, of at most {FIXED_SIZE} = {room} tokens",
+            f"{tuple(positions.shape)}{'' if in_order else ' that do not'}",
+        )
 
 
 def _misfit(expected: str, got: str) -> ValueError:

@@ -19,6 +19,9 @@ TRANSFORMERS = tuple(int(part) for part in __version__.split(".")[:2])
 # transformers 5.24 renamed `past_key_values`; older spellings reach the decoder all the same.
 CACHE_KEYWORDS = ("cache", "past_key_values")
 
+# Likewise, what `create_masks_for_generate` is told the size of a call by.
+INPUTS_OF_MASKS = ("inputs_embeds", "input_embeds")
+
 # Under gradient checkpointing the layers drop the cache; older ones also where there will be no
 # backward pass.
 CHECKPOINTING_NEEDS_GRADIENTS = TRANSFORMERS >= (5, 24)

@@ -24,6 +24,7 @@ class Workspace:
     def __init__(self, held: torch.Tensor, new: torch.Tensor) -> None:
         self._held, self._new, self._past = held, new, held.shape[1]
         self._tables: dict[bool, tuple[Segment, dict[object, Tables]]] = {}
+        self._turns: dict[object, tuple[torch.Tensor, ...]] = {}
         self._scratch: dict[torch.device, RotatedKeys] = {}
         self._bounds: dict[object, dict[str, Any]] = {}
 
@@ -73,6 +74,17 @@ class Workspace:
                 dtype,
             )
         return tables[wanted]
+
+    def turn(self, segment: Segment, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Scale `(B, T)`, frequencies `(B, T, D/2)` and gain `(B, T)` of a segment's queries."""
+        wanted = (segment.start, segment.trained, device)
+        if wanted not in self._turns:
+            scale = torch.tensor(segment.scales, dtype=torch.float64, device="cpu")
+            self._turns[wanted] = tuple(
+                torch.stack([part] * (segment.stop - segment.start), dim=1).to(device)
+                for part in (scale, segment.inv_freq, segment.gain)
+            )
+        return self._turns[wanted]
 
     def scratch(self, device: torch.device) -> RotatedKeys:
         """A place for the rotated keys of one layer, for this call alone."""

@@ -23,6 +23,8 @@ from hf_dynyarn.schedules import YaRNSchedule
 
 # In an environment of its own, see `make test-vllm`.
 collect_ignore = [] if find_spec("vllm") else ["test_vllm.py"]
+# By name alone, see `make test-kernels`: a process either interprets kernels or compiles them.
+collect_ignore += ["test_fused_triton.py", "test_interpreted.py", "test_kernels.py"]
 
 # Models this small only lose by threads, which wait for each other.
 torch.set_num_threads(1)
