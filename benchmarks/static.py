@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 from hf_dynyarn import DynamicYaRNCache
 
 WINDOW = 8192
-# Tokens held and slots. The second passes the window and two changes of scale on the way.
+# Tokens held and slots. The second passes the window on the way, where the scale changes.
 SIZES = ((2000, 8192), (8180, 16384))
 STEPS = 48
 BEGIN, END = 8100, 8300
