@@ -23,7 +23,7 @@ TRITON := triton==3.9.0
 # Products and sums in one instruction, as Triton does unless told otherwise; later it will not.
 KERNELS_ENV := TRITON_DEFAULT_FP_FUSION=1
 
-.PHONY: demo demo-vllm test test-vllm test-kernels test-neighbours test-matrix tables notebooks lint bench bench-quick kernels quality figures docs clean
+.PHONY: demo demo-vllm test test-vllm test-kernels test-neighbours test-matrix tables notebooks lint bench bench-quick bench-static kernels quality figures docs clean
 
 demo: $(VENV)/.examples  ## make demo [MODEL=hub-id-or-folder] [COMPARE=1]
 	@$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(filter-out 0,$(COMPARE)),--compare)
@@ -61,6 +61,10 @@ lint: $(VENV)/.test
 
 bench: $(VENV)/.test  ## everything, about 25 minutes on two cores; appends to benchmarks/results
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+	$(BIN)/python benchmarks/report.py
+
+bench-static: $(VENV)/.test  ## compiled steps over caches of fixed size, about 15 minutes on two cores
+	$(BIN)/python benchmarks/static.py $(ARGS)
 	$(BIN)/python benchmarks/report.py
 
 bench-quick: $(VENV)/.test  ## under 3 minutes

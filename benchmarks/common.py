@@ -19,7 +19,13 @@ from pathlib import Path
 import torch
 import transformers
 from rows import RESULTS, ROOT
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    StaticCache,
+)
 
 from hf_dynyarn import DynamicYaRNCache, DynamicYaRNConfig, patch_llama
 from hf_dynyarn.resolve import resolve_schedule
@@ -100,9 +106,16 @@ def static_yarn(window: int, factor: float = 4.0) -> dict:
     }
 
 
-def stock_cache(model: LlamaForCausalLM, tokens: int, batch: int = 1) -> DynamicCache:
-    """A cache of random keys and values: what a step costs does not depend on them."""
+def stock_cache(
+    model: LlamaForCausalLM, tokens: int, batch: int = 1, max_cache_len: int | None = None
+) -> DynamicCache | StaticCache:
+    """A cache of random keys and values: what a step costs does not depend on them.
+
+    With `max_cache_len` it is of fixed size.
+    """
     cache = DynamicCache()
+    if max_cache_len is not None:
+        cache = StaticCache(config=model.config, max_cache_len=max_cache_len)
     for index, states in enumerate(random_states(model, tokens, batch)):
         cache.update(*states, index)
     return cache
@@ -114,19 +127,26 @@ def our_cache(
     batch: int = 1,
     mask: torch.Tensor | None = None,
     config: DynamicYaRNConfig | None = None,
-    **options: bool,
+    **options: bool | int,
 ) -> DynamicYaRNCache:
-    """The same for a patched model. `mask` `(B, tokens)` says what is padding."""
+    """The same for a patched model. `mask` `(B, tokens)` says what is padding.
+
+    With `max_cache_len` it is of fixed size; its buffers are filled as a prefill would.
+    """
     cache = DynamicYaRNCache(**options)
     positions = torch.arange(tokens).expand(batch, -1)
     if mask is not None:
         positions = torch.where(mask.bool(), mask.cumsum(-1) - 1, -1)
-    forward = type("Forward", (), {})()  # stands for a call of the model
+    positions = positions.to(model.device)
+    if "max_cache_len" in options:
+        cache.place(positions, mask, None, None)
+    # Stands for a call of the model.
+    forward = type("Forward", (), {"new": positions, "past": 0})()
     cache.begin(forward)
     for index, states in enumerate(random_states(model, tokens, batch)):
         cache.update(*states, index)
     schedule = resolve_schedule(model.config, config or DynamicYaRNConfig())
-    cache.commit(positions.to(model.device), schedule, packed=False)
+    cache.commit(positions, schedule, packed=False)
     return cache
 
 

@@ -3,9 +3,10 @@
     python benchmarks/gpu_check.py                       uses flash-attn where it is installed
     python benchmarks/gpu_check.py --device cpu --small  a dry run, to see that it works
 
-It checks sdpa (and flash attention where installed) against the float64 oracle of the tests, counts
-synchronisations, and times decoding on four layers of Llama-3.1-8B's shape against stock static
-YaRN and against attention alone over keys that are rotated already. Rows are appended to
+It checks sdpa (and flash attention where installed) and the fused kernel against the float64 oracle
+of the tests, counts synchronisations, and times decoding on four layers of Llama-3.1-8B's shape,
+over caches that grow and, eager and compiled, over caches of fixed size, against stock static YaRN
+and against attention alone over keys that are rotated already. Rows are appended to
 `benchmarks/results/gpu.csv`. Exits with 1 if a check fails.
 """
 
@@ -33,6 +34,9 @@ from common import (
     stock_cache,
     with_rope,
 )
+from torch.utils._pytree import tree_map_only
+
+from hf_dynyarn.backends import fused
 
 WINDOW = 8192
 LLAMA_8B = {
@@ -84,6 +88,26 @@ def check_oracle(device: str) -> bool:
     return passed
 
 
+def check_fused(device: str) -> bool:
+    """Whether the fused operation keeps to the tests' tolerance of its float64 oracle."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from fused_cases import CASES, TOLERANCE, Case, arguments, expected
+
+    long = Case(lengths=(5000, 1), starts=(7, 0), heads=8, dim=128, pairs=64, junk=float("nan"))
+    cases = [*CASES, *(long.but(dtype=dtype, tokens=n) for dtype in TOLERANCE for n in (1, 4))]
+    shares = []
+    for case in cases:
+        right = expected(case)
+        positional, keywords = tree_map_only(
+            torch.Tensor, lambda part: part.to(device), arguments(case)
+        )
+        actual = fused.decode(*positional, **keywords).double().cpu()
+        error = (actual - right).abs().max() / right.abs().max().clamp(min=1e-30)
+        shares.append(error.item() / TOLERANCE[case.dtype])
+    print(f"fused    {len(cases)} cases: error at most {max(shares):.2f} of what is allowed")
+    return all(share <= 1 for share in shares)  # not so where one is no number
+
+
 def check_synchronisations(device: str) -> bool:
     """Whether a decoding step waits for the device as often with four layers as with one."""
     if device != "cuda":
@@ -110,26 +134,38 @@ def decode(device: str, lengths: tuple[int, ...], shape: dict) -> None:
     stock = random_llama(torch.bfloat16, WINDOW, **shape).to(device)
     static, ours = with_rope(stock, static_yarn(WINDOW, 16.0)), patched(stock)
     for tokens in lengths:
-        begin = tokens - 10  # one change of scale on the way
+        torch._dynamo.reset()  # else a graph of any length, which is slower, from the second on
+        compiled = {model: torch.compile(model, fullgraph=True) for model in (static, ours)}
+        begin, room = tokens - 10, tokens + 64  # one change of scale on the way
+        fixed = {"max_cache_len": room}
         make = {
             "static yarn": partial(decoding, static, stock_cache, begin),
             "ours": partial(decoding, ours, our_cache, begin),
             "ours, no rotated copy": partial(decoding, ours, our_cache, begin, rotated_copy=False),
+            "static yarn, static cache": partial(decoding, static, stock_cache, begin, **fixed),
+            "ours, static cache": partial(decoding, ours, our_cache, begin, **fixed),
+            "static yarn, compiled": partial(
+                decoding, compiled[static], stock_cache, begin, **fixed
+            ),
+            "ours, compiled": partial(decoding, compiled[ours], our_cache, begin, **fixed),
             "attention alone": partial(attention_alone, stock, tokens),
         }
         peaks, times = {}, {}
         for name, build in make.items():
             run = build()
             if device == "cuda":
+                run()  # compiles
                 torch.cuda.reset_peak_memory_stats()
                 run()
                 peaks[name] = torch.cuda.max_memory_allocated() / 2**20
             times |= alternate({name: run}, 24)
             del run
-        rival = statistics.mean(times["static yarn"])
         rows = []
         for name, samples in times.items():
-            ratio = {"ratio": round(rival / statistics.mean(samples), 3), "ratio_of": "static yarn"}
+            rival = name.replace("ours", "static yarn")
+            rival = rival if rival in times else "static yarn"
+            faster = statistics.mean(times[rival]) / statistics.mean(samples)
+            ratio = {"ratio": round(faster, 3), "ratio_of": rival}
             peak = f"peak {peaks[name]:.0f} MiB" if name in peaks else ""
             rows.append(row(name, samples, note=peak, **(ratio if "ours" in name else {})))
         limit = least_bytes(stock, tokens) / copy_bandwidth(device) * 1e3
@@ -146,7 +182,7 @@ def decode(device: str, lengths: tuple[int, ...], shape: dict) -> None:
         )
 
 
-def decoding(model, make_cache, tokens: int, **options: bool):
+def decoding(model, make_cache, tokens: int, **options: bool | int):
     """A function that decodes one token over a cache of its own."""
     return step(model, make_cache(model, tokens, **options))
 
@@ -181,7 +217,8 @@ if __name__ == "__main__":
         sys.exit(
             "device must be a CUDA device, got a machine without one. Try --device cpu --small."
         )
-    passed = check_oracle(arguments.device) & check_synchronisations(arguments.device)
+    passed = check_oracle(arguments.device) & check_fused(arguments.device)
+    passed &= check_synchronisations(arguments.device)
     if arguments.small:
         decode(arguments.device, (512,), {**LLAMA_8B, "hidden_size": 512, "intermediate_size": 512})
     else:

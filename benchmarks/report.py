@@ -293,11 +293,53 @@ def costs() -> str:
     )
 
 
+def static() -> str:
+    """Compiled steps over caches of fixed size, and what they give against a cache that grows."""
+    found = fullest_run("static")
+    steps = [one for one in found if one["quantity"] == "one compiled step"]
+    table = []
+    for ours in (one for one in steps if one["variant"] == "ours"):
+        alike = ("tokens", "dtype", "note")
+        stock = next(
+            one
+            for one in steps
+            if one["variant"] == "static yarn" and all(one[key] == ours[key] for key in alike)
+        )
+        held = f"{int(ours['tokens']):,}"
+        slots = f"{int(ours['note'].removesuffix(' slots')):,}"
+        times = [f"{float(one['median']):.0f}" for one in (stock, ours)]
+        table.append([held, slots, ours["dtype"], *times, f"{float(ours['ratio']):.2f}"])
+    header = ["tokens held", "slots", "dtype", "stock, ms", "ours, ms", "stock / ours"]
+    values = {one["quantity"]: one for one in found if one not in steps}
+    same, logit = values["same likeliest token"], values["largest difference of a logit"]
+    return (
+        f"{markdown(header, table)}\n"
+        "One decoding step of SmolLM2-135M over a cache of fixed size, compiled with "
+        "`torch.compile(model, fullgraph=True)`, batch 1, median of "
+        f"{steps[0]['samples']} steps; stock is static YaRN over a `StaticCache`. "
+        f"{conditions(steps[0])}. From {int(same['tokens']):,} tokens on, greedily, in "
+        f"{same['dtype']}: {100 * float(same['mean']):.0f} % of {same['samples']} tokens are those "
+        "of a cache that grows, without `torch.compile`; the largest difference of a logit is "
+        f"{float(logit['median']):.1g}.\n"
+    )
+
+
 VARIANTS_OF_STEP = ("attention alone", "rotated copy", "fused")
 
 TABLES: dict[str, Callable[[], str]] = {
     table.__name__: table
-    for table in (decode, perplexity, recall, retrieval, exactness, stairs, serving, kernels, costs)
+    for table in (
+        decode,
+        perplexity,
+        recall,
+        retrieval,
+        exactness,
+        stairs,
+        serving,
+        kernels,
+        costs,
+        static,
+    )
 }
 
 
