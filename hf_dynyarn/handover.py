@@ -1,7 +1,6 @@
 """Which cache a call gets: ours, a stock one that becomes ours, a new one, none, or a refusal."""
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -106,7 +105,7 @@ def adopt(cache: Cache, ours: DynamicYaRNCache) -> DynamicYaRNCache:
     return adopted
 
 
-def without_masks(stock: Callable[..., Any]) -> Callable[..., Any]:
+class WithoutMasks:
     """A `create_masks_for_generate` that leaves it to a patched model to read the padding.
 
     For a cache that can be compiled, `generate` makes 4-D masks, which do not say what is padding.
@@ -115,19 +114,19 @@ def without_masks(stock: Callable[..., Any]) -> Callable[..., Any]:
         stock: what the model has of it.
     """
 
-    @wraps(stock)
-    def create(*args: Any, **kwargs: Any) -> Any:
+    def __init__(self, stock: Callable[..., Any]) -> None:
+        self.stock = stock
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((kwargs[name] for name in CACHE_KEYWORDS if name in kwargs), None)
         if not isinstance(cache, StaticCache | StaticYaRNCache):
-            return stock(*args, **kwargs)
+            return self.stock(*args, **kwargs)
         mask = kwargs.get("attention_mask")
         inputs = next(kwargs[name] for name in INPUTS_OF_MASKS if name in kwargs)
         if mask is None or mask.dim() != 2 or not cache.get_seq_length():
             return mask
         # Of the new tokens alone: of one shape for all steps, as the rest of a step's arguments.
         return mask[:, -inputs.shape[1] :].clone(memory_format=torch.contiguous_format)
-
-    return create
 
 
 def drop_kept_cache(model: nn.Module) -> None:

@@ -6,9 +6,10 @@ After it, the call is committed to the cache.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -19,14 +20,7 @@ from .attention import ATTENTION_NAME, dynamic_yarn_attention
 from .cache import DynamicYaRNCache
 from .documents import BOUNDS, bounds_of_call
 from .graphs import check_not_recorded, outside_graphs
-from .handover import (
-    adopt,
-    cache_of_call,
-    drop_kept_cache,
-    option,
-    stand_in,
-    without_masks,
-)
+from .handover import WithoutMasks, adopt, cache_of_call, drop_kept_cache, option, stand_in
 from .models import (
     attention_layers,
     cache_droppers,
@@ -69,6 +63,19 @@ class UnrotatedEmbedding(nn.Module):
         return one, one - one
 
 
+class WeakModules:
+    """Modules that are not kept alive; in a copy of a model, their copies."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = WeakSet(modules)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (list(self._modules),)
+
+
 class Patch:
     """The hooks of one patched decoder, and what it takes to undo them.
 
@@ -108,7 +115,7 @@ class Patch:
         self.stock_configs = [(layer, layer.config) for layer in attention_layers(decoder)]
         self.cache_droppers = [] if model is None else cache_droppers(model)
         modules = [] if model is None else model.modules()
-        self.generators = [one for one in modules if isinstance(one, GenerationMixin)]
+        self.generators = WeakModules(one for one in modules if isinstance(one, GenerationMixin))
         self.hooks = (
             decoder.register_forward_pre_hook(self.before_forward, with_kwargs=True),
             decoder.register_forward_hook(self.after_forward, with_kwargs=True, always_call=True),
@@ -125,7 +132,7 @@ class Patch:
             layer.config = attention_config
         for generator in self.generators:
             stock = getattr(generator, "create_masks_for_generate", create_masks_for_generate)
-            generator.create_masks_for_generate = without_masks(stock)
+            generator.create_masks_for_generate = WithoutMasks(stock)
         for wrapper in self.cache_droppers:
             prepare = GenerationMixin.prepare_inputs_for_generation
             wrapper.prepare_inputs_for_generation = MethodType(prepare, wrapper)
@@ -160,18 +167,33 @@ class Patch:
         if any(is_paged(kwargs.get(name)) for name in CACHE_KEYWORDS):
             refuse_continuous_batching(decoder)
         check_causal(decoder.config, kwargs)
-        start = self._step if self._is_step(decoder, given[0], kwargs) else self._plan
-        forward: AttentionPlan | Step = start(decoder, given[0], kwargs)
+        if self._is_step(decoder, given[0], kwargs):
+            return (), self._handed_on(self._step(decoder, given[0], kwargs), given[0], kwargs)
+        return (), self._planned(decoder, given[0], kwargs)
+
+    @outside_graphs
+    def _planned(
+        self, decoder: PreTrainedModel, inputs: torch.Tensor, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        return self._handed_on(self._plan(decoder, inputs, kwargs), inputs, kwargs)
+
+    def _handed_on(
+        self, forward: AttentionPlan | Step, inputs: torch.Tensor, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What the decoder is called with."""
         name = next(name for name in CACHE_KEYWORDS if name in self.arguments)
         kwargs = {key: value for key, value in kwargs.items() if key not in CACHE_KEYWORDS}
         kwargs[name] = forward.cache
         kwargs["position_ids"] = forward.new.clamp(min=0)
+        if isinstance(forward, Step) and "cache_position" in self.arguments:
+            # Older decoders would make it of what the cache says, which a graph does not know.
+            kwargs["cache_position"] = forward.cache.filled.next_columns(forward.new.shape[1])
         # A 4-D mask goes through the decoder as it is: with this one no stock mask is built. The
         # plan has the real one.
-        shape = (given[0].shape[0], 1, 0, 0)
-        kwargs["attention_mask"] = given[0].new_empty(shape, dtype=torch.bool)
+        shape = (inputs.shape[0], 1, 0, 0)
+        kwargs["attention_mask"] = inputs.new_empty(shape, dtype=torch.bool)
         kwargs[PLAN_KEYWORD] = forward
-        return (), kwargs
+        return kwargs
 
     def after_forward(
         self, decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -220,7 +242,6 @@ class Patch:
         step.cache.begin_step(step)
         return step
 
-    @outside_graphs
     def _plan(
         self, decoder: PreTrainedModel, inputs: torch.Tensor, kwargs: dict[str, Any]
     ) -> AttentionPlan:

@@ -32,7 +32,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
-from .handover import drop_kept_cache, without_masks
+from .handover import WithoutMasks, drop_kept_cache
 from .hooks import Patch, backend_of, check_causal, patch_of, refuse_continuous_batching
 from .models import (
     FAMILIES,
@@ -263,7 +263,7 @@ def _prepare_instead_of(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _masks_instead_of(stock: Callable[..., Any]) -> Callable[..., Any]:
     """A `create_masks_for_generate` that makes none for a patched model."""
-    none = without_masks(stock)
+    none = WithoutMasks(stock)
 
     @wraps(stock)
     def create(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -61,8 +61,7 @@ class StaticPositions:
 
     def append(self, positions: torch.Tensor) -> None:
         """Adds new tokens, `(B, T)`."""
-        places = self.count + torch.arange(positions.shape[1], device=positions.device)
-        self.columns.index_copy_(1, places, positions)
+        self.columns.index_copy_(1, self.next_columns(positions.shape[1]), positions)
         self.lengths.add_((positions >= 0).sum(-1))
         self.count.add_(positions.shape[1])
 
@@ -103,6 +102,10 @@ class StaticPositions:
                 "max_cache_len, got {}. Leave them out, or use a DynamicYaRNCache() that grows.",
             )
         return new
+
+    def next_columns(self, tokens: int) -> torch.Tensor:
+        """Where the next tokens of all rows go, `(T,)`."""
+        return self.count + torch.arange(tokens, device=self.count.device)
 
     def taken(self) -> torch.Tensor:
         """The columns that hold tokens, `(B, T)`."""

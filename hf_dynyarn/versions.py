@@ -87,8 +87,8 @@ def register_rope_type(
         check: Any = modeling_rope_utils._check_received_keys
         check(name, set(model_config.rope_scaling), *map(set, rules), ignore_keys=ignore_keys)
 
-    if TRANSFORMERS >= (5, 0):
-        mixin: Any = modeling_rope_utils.RotaryEmbeddingConfigMixin
+    mixin: Any = getattr(modeling_rope_utils, "RotaryEmbeddingConfigMixin", None)
+    if mixin is not None:
         setattr(mixin, f"_validate_{name}_rope_parameters", validate_parameters)
     else:
         modeling_rope_utils.ROPE_VALIDATION_FUNCTIONS[name] = validate_config

@@ -17,7 +17,7 @@ from conftest import (
     random_ids,
     tiny_llama,
 )
-from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers import DynamicCache, QuantizedCache
 
 from hf_dynyarn import DynamicYaRNCache, patch_llama, unpatch_llama
 
@@ -66,13 +66,6 @@ class TestRefusedCaches:
             logits_of(model, LONG, cache)
         assert type(cache) is DynamicCache
         assert torch.equal(cache.layers[0].keys, keys)
-
-    def test_a_static_cache(self, model):
-        patch_llama(model)
-        with pytest.raises(TypeError, match="must be a DynamicYaRNCache, got a StaticCache"):
-            logits_of(model, LONG, StaticCache(config=model.config, max_cache_len=99))
-        with pytest.raises(TypeError, match="must be a DynamicYaRNCache, got a StaticCache"):
-            generate(model, LONG, cache_implementation="static")
 
     @pytest.mark.filterwarnings("ignore::FutureWarning:optimum", "ignore::DeprecationWarning")
     def test_a_quantized_cache(self, model):

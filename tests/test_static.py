@@ -125,13 +125,16 @@ class TestGenerate:
     @pytest.mark.parametrize("options", MODES, ids=str)
     @pytest.mark.parametrize("asked", [True, False], ids=["by name", "by cache"])
     def test_gives_the_tokens_of_a_growing_cache(self, model, options, asked):
-        options = {"attention_mask": self.MASK, "new_tokens": 20, **options}
+        # Older generate() counts the padding of chunks as positions, for stock too.
+        rows = 1 if "prefill_chunk_size" in options else 2
+        ids = self.IDS[:rows]
+        options = {"attention_mask": self.MASK[:rows], "new_tokens": 20, **options}
         torch.manual_seed(0)
-        expected = generate(model, self.IDS, **options)
+        expected = generate(model, ids, **options)
         cache = None if asked else static()
         more = {"cache_implementation": "static"} if asked else {}
         torch.manual_seed(0)
-        assert generate(model, self.IDS, cache, **more, **options).equal(expected)
+        assert generate(model, ids, cache, **more, **options).equal(expected)
 
     @pytest.mark.skipif(TRANSFORMERS < (5, 24), reason="refused by older generate() for stock too")
     @pytest.mark.parametrize("how", ["lookup", "assistant"])
