@@ -32,7 +32,7 @@ demo-vllm: .venvs/vllm/.done  ## a document past the window, asked twice of a se
 	@.venvs/vllm/bin/python examples/serve.py
 
 test: $(VENV)/.test  ## make test [ARGS="-k packed"] [TRANSFORMERS=5.0.0 VENV=.venvs/5.0.0]
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto $(ARGS)
 
 test-neighbours: $(VENV)/.test  ## with lm-eval and Liger too, which bring 1.2 GB along
 	$(BIN)/pip install --quiet --editable '.[neighbours]'
@@ -45,7 +45,7 @@ test-kernels: .venvs/kernels/.done  ## the Triton kernels: interpreted against t
 	TRITON_INTERPRET=1 .venvs/kernels/bin/python -m pytest tests/test_fused_triton.py tests/test_interpreted.py $(ARGS)
 	$(KERNELS_ENV) .venvs/kernels/bin/python -m pytest tests/test_kernels.py $(ARGS)
 
-test-matrix:  ## the suite on each transformers, and docs/models.md of it: about 30 minutes on two cores
+test-matrix:  ## the suite on each transformers, and docs/models.md of it: about an hour on two cores
 	$(PYTHON) tests/matrix.py $(ARGS)
 
 notebooks: $(VENV)/.notebooks  ## runs those of examples/; ARGS=--overwrite keeps their outputs

@@ -3,16 +3,14 @@
     python tests/matrix.py                     all, and writes their table into docs/models.md
     python tests/matrix.py 4.57.6 5.24.0       these, and replaces their rows
 
-A version runs on each core, and shows its output when it is through. Needs nothing but the standard
-library: `make test` does the set-up of each.
+A version shows its output when it is through. Needs nothing but the standard library: `make test`
+does the set-up of each.
 """
 
-import os
 import re
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,8 +45,7 @@ def row(version: str, counts: dict[str, int]) -> str:
 
 def main(wanted: list[str]) -> int:
     versions = wanted or VERSIONS
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = dict(zip(versions, pool.map(run, versions), strict=True))
+    results = {version: run(version) for version in versions}
     before, rest = DOCS.read_text().split(BEGIN)
     old, after = rest.split(END)
     rows = {line.split()[1]: line + "\n" for line in old.splitlines() if line.startswith("| ")}
