@@ -23,8 +23,9 @@ import torch
 from transformers.cache_utils import Cache
 
 from . import storage
+from .buffers import WeakLink, kind_of, ordinary_tensors, with_room
 from .graphs import outside_graphs
-from .layers import DynamicYaRNLayer, WeakLink, kind_of, ordinary_tensors, with_room
+from .layers import DynamicYaRNLayer
 from .positions import document_starts, last_positions
 from .schedules import Schedule
 from .versions import cropped_length

@@ -1,140 +1,13 @@
-"""How one layer holds un-rotated keys and values, and beside them a rotated copy of the keys.
+"""How one layer holds un-rotated keys and values: in buffers that grow, or of fixed size."""
 
-While the scale of a row stays the same, so do its rotated keys: each layer keeps them beside the
-un-rotated ones, and a decoding step rotates the new key only. When the scale of a row changes, that
-row is rotated again from the un-rotated keys, so nothing drifts.
-"""
-
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
+from .buffers import WeakLink, ordinary_tensors, with_room
 from .graphs import mark_static
-from .rope import rotate
-
-# Buffers grow by an eighth, and by this many tokens at least.
-LEAST_GROWTH = 256
-
-# Keys rotated at a time: bounds what rotating a whole row takes beside its result.
-ROTATED_AT_A_TIME = 1024
-
-# cos and sin of one row, or of all rows where it is None, over the keys from `first` to `last`.
-Tables = Callable[[int | None, int, int], tuple[torch.Tensor, torch.Tensor]]
-
-
-class WeakLink:
-    """A weak reference to one object, which what takes its holder apart passes by.
-
-    Once transformers' exporters were used, torch takes caches apart wherever it looks for tensors,
-    and puts them together again. A link that was so made leads nowhere.
-    """
-
-    __slots__ = ("__dict__", "_target")  # the target is in none of the attributes
-
-    def __init__(self, target: Any) -> None:
-        self._target = weakref.ref(target)
-
-    def __call__(self) -> Any:
-        """The object; None where it is gone."""
-        return self._target() if hasattr(self, "_target") else None
-
-
-class RotatedKeys:
-    """The keys of one layer, rotated at one scale per row, for as long as the scales stay."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty((0, 0, 0, 0), device="cpu")  # (B, Hkv, room, D)
-        self.forget()
-
-    def forget(self) -> None:
-        """Makes the next `advance` rotate everything, into the same buffer."""
-        self._scales: list[float] = []
-        self._first = self._last = 0  # the keys that are there
-
-    def shorten(self, length: int) -> None:
-        """Drops what lies beyond `length` keys."""
-        self._last = min(self._last, length)
-        self._first = min(self._first, self._last)
-
-    def select(self, rows: list[int]) -> None:
-        """Row `i` becomes what row `rows[i]` was."""
-        if self._scales:
-            with ordinary_tensors():
-                self._buffer = self._buffer[torch.tensor(rows, device=self._buffer.device)]
-            self._scales = [self._scales[row] for row in rows]
-
-    def to(self, device: torch.device | str | int) -> None:
-        """Moves the keys that are there."""
-        with ordinary_tensors():
-            self._buffer = self._buffer.to(device)
-
-    def advance(
-        self,
-        keys: torch.Tensor,
-        first: int,
-        last: int,
-        scales: list[float],
-        tables: Tables,
-        interleaved: bool = False,
-    ) -> torch.Tensor:
-        """Rotates what is not there yet.
-
-        Args:
-            keys: `(B, Hkv, L, D)`, un-rotated, all the keys of the layer.
-            first: first key that is wanted rotated.
-            last: key after the last one.
-            scales: of each row.
-            tables: gives cos and sin at these scales.
-            interleaved: how the pairs of a head lie, see `rotate`.
-
-        Returns:
-            Keys `[first, last)`, rotated: `(B, Hkv, last - first, D)`, a view of a buffer.
-        """
-        if kind_of(self._buffer) != kind_of(keys):
-            self._buffer = keys.new_empty((*keys.shape[:2], 0, keys.shape[-1]))
-            self.forget()
-        if first < self._first:
-            self.forget()
-        self._buffer = with_room(self._buffer, self._last, last, dim=2)
-        stale = [row for row, scale in enumerate(scales) if self._scales[row : row + 1] != [scale]]
-        begin, kept = self._last, self._first
-        if stale:
-            # What is half rotated when an interrupt comes must not be taken for whole.
-            self.forget()
-        if len(stale) == len(scales):
-            self._rotate(keys, None, first, last, tables, interleaved)
-        elif not stale:
-            self._rotate(keys, None, begin, last, tables, interleaved)
-        else:
-            for row in range(len(scales)):
-                start = first if row in stale else begin
-                self._rotate(keys, row, start, last, tables, interleaved)
-        self._first, self._last = (first, last) if stale else (kept, max(begin, last))
-        self._scales = scales
-        return self._buffer[:, :, first:last]
-
-    def _rotate(
-        self,
-        keys: torch.Tensor,
-        row: int | None,
-        first: int,
-        last: int,
-        tables: Tables,
-        interleaved: bool,
-    ) -> None:
-        if first >= last:
-            return
-        cos, sin = tables(row, first, last)
-        rows = slice(None) if row is None else slice(row, row + 1)
-        for start in range(first, last, ROTATED_AT_A_TIME):
-            stop = min(start + ROTATED_AT_A_TIME, last)
-            part = slice(start - first, stop - first)
-            target = self._buffer[rows, :, start:stop]
-            rotate(keys[rows, :, start:stop], cos[:, part], sin[:, part], interleaved, out=target)
+from .rotated import RotatedKeys
 
 
 class DynamicYaRNLayer(DynamicLayer):
@@ -465,43 +338,6 @@ def _nothing(name: str, states: Any) -> Any:
             "use a DynamicYaRNCache() that grows."
         )
     return states
-
-
-def with_room(buffer: torch.Tensor, length: int, needed: int, dim: int) -> torch.Tensor:
-    """A buffer whose first `length` entries along `dim` are those of `buffer`, with room to write.
-
-    Args:
-        buffer: any tensor.
-        length: entries in use.
-        needed: entries that will be in use.
-        dim: the dimension that grows.
-
-    Returns:
-        The buffer itself where it is long enough, else a longer one.
-    """
-    # Tensors made in inference mode, or in a graph, must not be written to outside.
-    writable = not (buffer.is_inference() or buffer.requires_grad)
-    if needed <= buffer.shape[dim] and writable:
-        return buffer
-    shape = list(buffer.shape)
-    shape[dim] = needed + max(LEAST_GROWTH, needed // 8)
-    with ordinary_tensors():
-        longer = torch.empty(shape, dtype=buffer.dtype, device=buffer.device)
-    longer.narrow(dim, 0, length).copy_(buffer.detach().narrow(dim, 0, length))
-    return longer
-
-
-@contextmanager
-def ordinary_tensors() -> Iterator[None]:
-    """Within it, tensors are made whose writes torch counts, in inference mode too."""
-    with_gradients = torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
-        yield
-
-
-def kind_of(states: torch.Tensor) -> tuple[object, ...]:
-    """Dtype, batch, heads and head dimension, with which states can be put beside each other."""
-    return (states.dtype, *states.shape[:2], states.shape[-1])
 
 
 def _check_states(name: str, states: Any) -> None:

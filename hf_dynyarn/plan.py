@@ -14,9 +14,9 @@ from torch import nn
 
 from .cache import DynamicYaRNCache
 from .documents import check_bounds, positions_within
-from .layers import RotatedKeys
 from .masks import Masks, split_mask, widest_gap
 from .positions import document_starts, last_positions
+from .rotated import RotatedKeys
 from .schedules import Schedule
 from .segments import Segment, cut_into_segments, if_all_is_held, new_starts, told_apart
 from .workspace import Workspace

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from . import storage
+from .buffers import WeakLink, ordinary_tensors
 from .cache import DynamicYaRNCache
-from .layers import StaticYaRNLayer, WeakLink, ordinary_tensors
+from .layers import StaticYaRNLayer
 from .positions import StaticPositions
 from .schedules import Schedule
 from .versions import cropped_length

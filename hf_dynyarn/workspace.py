@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .layers import RotatedKeys
 from .rope import rotary_tables
+from .rotated import RotatedKeys
 from .segments import Segment
 
 Tables = tuple[torch.Tensor, torch.Tensor]

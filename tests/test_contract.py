@@ -17,7 +17,7 @@ from conftest import (
 from transformers import DynamicCache
 
 from hf_dynyarn import DynamicYaRNCache, patch_llama
-from hf_dynyarn.layers import RotatedKeys
+from hf_dynyarn.rotated import RotatedKeys
 
 STEPS = [1, 7, None]  # None: the default, 1 for a window of 32
 

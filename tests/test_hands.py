@@ -151,17 +151,17 @@ class TestEditedKeysAndValues:
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
     def test_where_there_are_none_a_step_rotates_one_key(self, patched, mode, monkeypatch):
-        from hf_dynyarn import layers as layers_module
+        from hf_dynyarn import rotated as room
 
         rotated = []
-        rotate = layers_module.rotate
+        rotate = room.rotate
 
         def counted(keys, *args, **kwargs):
             rotated.append(keys.shape[2])
             return rotate(keys, *args, **kwargs)
 
         cache = filled(patched, rows=2, mode=mode)
-        monkeypatch.setattr(layers_module, "rotate", counted)
+        monkeypatch.setattr(room, "rotate", counted)
         with mode():
             cache.reorder_cache(torch.tensor([1, 0]))
             patched(TEXT[:, :1].expand(2, 1), **{CACHE: cache})

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from ..layers import ROTATED_AT_A_TIME
 from ..plan import LayerCall
 from ..rope import rotate
+from ..rotated import ROTATED_AT_A_TIME
 from ..segments import Segment
 
 # Keys that a thread of the CPU takes at least: with fewer, merging costs more than it saves.
