@@ -295,8 +295,7 @@ def costs() -> str:
 
 def static() -> str:
     """Compiled steps over caches of fixed size, and what they give against a cache that grows."""
-    found = fullest_run("static")
-    steps = [one for one in found if one["quantity"] == "one compiled step"]
+    steps = [one for one in fullest_run("static") if one["quantity"] == "one compiled step"]
     table = []
     for ours in (one for one in steps if one["variant"] == "ours"):
         alike = ("tokens", "dtype", "note")
@@ -310,7 +309,7 @@ def static() -> str:
         times = [f"{float(one['median']):.0f}" for one in (stock, ours)]
         table.append([held, slots, ours["dtype"], *times, f"{float(ours['ratio']):.2f}"])
     header = ["tokens held", "slots", "dtype", "stock, ms", "ours, ms", "stock / ours"]
-    values = {one["quantity"]: one for one in found if one not in steps}
+    values = {one["quantity"]: one for one in rows_of("static")}
     same, logit = values["same likeliest token"], values["largest difference of a logit"]
     return (
         f"{markdown(header, table)}\n"
