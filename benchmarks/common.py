@@ -64,9 +64,9 @@ CACHE = next(
 def smollm2(dtype: torch.dtype, layers: int | None = None, rope: dict | None = None):
     """SmolLM2-135M-Instruct, or its first layers, with other rope parameters where given."""
     sys.path.insert(0, str(ROOT / "examples"))
-    from smollm2 import smollm2 as folder
+    from named_models import folder_of
 
-    model = AutoModelForCausalLM.from_pretrained(folder(), dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder_of("smollm2"), dtype=dtype).eval()
     if layers is not None:
         model.model.layers = model.model.layers[:layers]
         model.config.num_hidden_layers = layers
