@@ -73,8 +73,8 @@ bench-quick: $(VENV)/.test  ## under 3 minutes
 kernels: .venvs/kernels/.done  ## compiles the kernels for GPUs that are not there, and counts; 10 minutes
 	$(KERNELS_ENV) .venvs/kernels/bin/python benchmarks/compiled.py
 
-quality: $(VENV)/.test models/Brotli-1.1.0.tar.gz  ## hours; goes on where it was interrupted
-	cd benchmarks && $(abspath $(BIN))/python -m quality $(ARGS)
+quality: $(VENV)/.test models/Brotli-1.1.0.tar.gz  ## [MODEL=qwen|gemma] hours; goes on where it was interrupted
+	cd benchmarks && $(abspath $(BIN))/python -m quality $(if $(MODEL),--model $(MODEL)) $(ARGS)
 	$(BIN)/python benchmarks/report.py
 
 figures: $(VENV)/.test  ## the figures and tables of README and docs, of the rows that are there

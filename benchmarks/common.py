@@ -61,12 +61,17 @@ CACHE = next(
 )
 
 
-def smollm2(dtype: torch.dtype, layers: int | None = None, rope: dict | None = None):
-    """SmolLM2-135M-Instruct, or its first layers, with other rope parameters where given."""
+def named(model: str, dtype: torch.dtype):
+    """One of the models of `examples/named_models.py`."""
     sys.path.insert(0, str(ROOT / "examples"))
     from named_models import folder_of
 
-    model = AutoModelForCausalLM.from_pretrained(folder_of("smollm2"), dtype=dtype).eval()
+    return AutoModelForCausalLM.from_pretrained(folder_of(model), dtype=dtype).eval()
+
+
+def smollm2(dtype: torch.dtype, layers: int | None = None, rope: dict | None = None):
+    """SmolLM2-135M-Instruct, or its first layers, with other rope parameters where given."""
+    model = named("smollm2", dtype)
     if layers is not None:
         model.model.layers = model.model.layers[:layers]
         model.config.num_hidden_layers = layers
@@ -159,8 +164,9 @@ def random_states(model: LlamaForCausalLM, tokens: int, batch: int):
 
 
 def patched(model: LlamaForCausalLM, **options) -> LlamaForCausalLM:
-    """The same weights in a patched model beside the stock one."""
-    twin = with_rope(model, {"rope_type": "default"})
+    """The same weights (not copied) in a patched model beside the stock one."""
+    # What a copy meets in `memo` it takes to be copied already.
+    twin = copy.deepcopy(model, memo={id(weight): weight for weight in model.parameters()})
     patch_llama(twin, **options)
     return twin
 

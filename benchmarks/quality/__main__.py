@@ -1,7 +1,10 @@
-"""Measures quality on SmolLM2-135M-Instruct; an interrupted run goes on where it stopped.
+"""Measures quality on SmolLM2-135M-Instruct, or on a model with a longer window.
+
+An interrupted run goes on where it stopped.
 
     python -m quality                  everything (hours on two cores), from within benchmarks/
     python -m quality perplexity       some of it
+    python -m quality --model qwen     or gemma: perplexity by position to 49,152 tokens
 
 Rows are appended to `benchmarks/results/*.csv`.
 """
@@ -9,7 +12,7 @@ Rows are appended to `benchmarks/results/*.csv`.
 import argparse
 
 from quality.exactness import exactness
-from quality.perplexity import perplexity, stairs
+from quality.perplexity import LONG_NAMES, perplexity, perplexity_32k, stairs
 from quality.recall import recall
 from quality.retrieval import retrieval
 
@@ -20,5 +23,12 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
-    for name in parser.parse_args().parts or PARTS:
-        PARTS[name]()
+    parser.add_argument("--model", choices=["smollm2", *LONG_NAMES], default="smollm2")
+    arguments = parser.parse_args()
+    if arguments.model == "smollm2":
+        for name in arguments.parts or PARTS:
+            PARTS[name]()
+    elif set(arguments.parts) <= {"perplexity"}:
+        perplexity_32k(arguments.model)
+    else:
+        parser.error(f"of {arguments.model}, parts must be perplexity, got {arguments.parts}")

@@ -1,11 +1,11 @@
-"""Perplexity by position, and what the width of a stair does to it.
+"""Perplexity by position, past 8,192 and past 32,768, and what the width of a stair does to it.
 
 A row is one text under one rival in one bin of positions: its `mean` is the mean loss of the
 tokens in it, in nats, `tokens` the end of the bin.
 """
 
 import torch
-from common import row, save, smollm2
+from common import named, row, save, smollm2
 from rows import rows_of
 from tqdm import tqdm
 from transformers import AutoTokenizer
@@ -15,6 +15,9 @@ from quality.texts import TEXTS, ids_of
 
 LENGTH, BIN = 16384, 1024
 STEPS = (32, 128, 512, 2048, 8192)  # beside the default, 256
+# Of the models with a window of 32,768, in bfloat16.
+LONG, LONG_TEXTS, LONG_RIVALS = 49152, ("reference", "report"), (rivals.PLAIN, rivals.OURS)
+LONG_NAMES = {"qwen": "Qwen2.5-Coder-0.5B", "gemma": "Gemma-3-270m"}
 
 
 def losses(rival: rivals.Rival, ids: torch.Tensor, title: str) -> torch.Tensor:
@@ -23,7 +26,7 @@ def losses(rival: rivals.Rival, ids: torch.Tensor, title: str) -> torch.Tensor:
     pieces = ids[:, :-1].split(rival.piece, 1), ids[:, 1:].split(rival.piece, 1)
     progress = tqdm(total=ids.shape[1] - 1, unit="token", desc=title, leave=False)
     for piece, targets in zip(*pieces, strict=True):
-        logits = rival.read(piece, cache)[0]
+        logits = rival.read(piece, cache)[0].float()
         found.append(torch.nn.functional.cross_entropy(logits, targets[0], reduction="none"))
         progress.update(piece.shape[1])
     progress.close()
@@ -59,6 +62,25 @@ def measure(bench: str, wanted: list[tuple[str, str, dict[str, int]]]) -> None:
 def perplexity() -> None:
     """Every text under every rival."""
     measure("perplexity", [(text, name, {}) for text in TEXTS for name in rivals.NAMES])
+
+
+def perplexity_32k(model: str) -> None:
+    """Plain and ours to 49,152 tokens; `model` is a key of `LONG_NAMES`."""
+    stock = named(model, torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(stock.config._name_or_path)
+    done = {(one["model"], one["quantity"], one["variant"]) for one in rows_of("perplexity_32k")}
+    columns = {"model": LONG_NAMES[model], "batch": 1, "dtype": "bfloat16"}
+    for text in LONG_TEXTS:
+        for name in LONG_RIVALS:
+            if (columns["model"], text, name) in done:
+                continue
+            ids = ids_of(tokenizer, text, LONG + 1)
+            found = losses(rivals.make(stock, name), ids, f"{text}, {name}")
+            rows = [
+                row(name, part.tolist(), tokens=BIN * (index + 1))
+                for index, part in enumerate(found.split(BIN))
+            ]
+            save("perplexity_32k", rows, **columns, quantity=text, unit="nats per token")
 
 
 def stairs() -> None:
