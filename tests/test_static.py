@@ -126,6 +126,8 @@ class TestGenerate:
     @pytest.mark.parametrize("options", MODES, ids=str)
     @pytest.mark.parametrize("asked", [True, False], ids=["by name", "by cache"])
     def test_gives_the_tokens_of_a_growing_cache(self, model, options, asked):
+        if TRANSFORMERS == (5, 0) and "prefill_chunk_size" in options:
+            pytest.skip("generate() itself finds no cache, as of stock models")
         # Older generate() counts the padding of chunks as positions, for stock too.
         rows = 1 if "prefill_chunk_size" in options else 2
         ids = self.IDS[:rows]
