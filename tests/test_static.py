@@ -414,13 +414,13 @@ class TestRefused:
         assert cache.positions[0].tolist() == list(range(39))
 
     def test_a_step_in_a_second_thread(self, model):
-        cache, errors = static(), []
+        cache, refused = static(), []
         logits_of(model, TEXT[:, :40], cache)
 
         def step_elsewhere(*_):
             with pytest.raises(ValueError, match="in one forward call at a time"):
                 logits_of(model, TEXT[:, 40:41], cache)
-            errors.append(True)
+            refused.append(True)
 
         def elsewhere(*_):
             hook.remove()
@@ -430,5 +430,5 @@ class TestRefused:
 
         hook = model.model.layers[1].register_forward_pre_hook(elsewhere)
         logits_of(model, TEXT[:, 40:41], cache)
-        assert errors == [True]
+        assert refused == [True]
         assert cache.get_seq_length() == 41
