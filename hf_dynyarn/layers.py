@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from .buffers import WeakLink, ordinary_tensors, with_room
+from .buffers import WeakLink, ordinary_tensors, with_room, writable
 from .graphs import mark_static
 from .rotated import RotatedKeys
 
@@ -303,8 +303,15 @@ class StaticYaRNLayer(CacheLayerMixin):
 
     def to(self, device: torch.device | str | int) -> None:
         """Moves the keys and the values."""
-        self._keys, self._values = self._keys.to(device), self._values.to(device)
+        with ordinary_tensors():
+            self._keys, self._values = self._keys.to(device), self._values.to(device)
         mark_static(self._keys, self._values)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, which may be made in inference mode."""
+        self.__dict__ |= writable(state)
+        if self._keys is not None:
+            mark_static(self._keys, self._values)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Raises a TypeError: the cache knows the slots."""

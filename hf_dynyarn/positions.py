@@ -1,10 +1,12 @@
 """Positions of held tokens, `(B, T)`, -1 where padding: which is newest, where documents start."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
+from .buffers import ordinary_tensors, writable
 from .graphs import mark_static
 
 
@@ -126,9 +128,15 @@ class StaticPositions:
 
     def to(self, device: torch.device | str | int) -> None:
         """Moves all of it."""
-        self.columns, self.lengths, self.count = (
-            part.to(device) for part in (self.columns, self.lengths, self.count)
-        )
+        with ordinary_tensors():
+            self.columns, self.lengths, self.count = (
+                part.to(device) for part in (self.columns, self.lengths, self.count)
+            )
+        self._mark()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, which may be made in inference mode."""
+        self.__dict__ |= writable(state)
         self._mark()
 
     def _mark(self) -> None:

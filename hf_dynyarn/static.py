@@ -277,7 +277,8 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
         if contents.positions is None or contents.schedule is None:
             return
         positions = contents.positions.to(device)
-        self.held = StaticPositions(len(positions), self._room, positions.device)
+        with ordinary_tensors():
+            self.held = StaticPositions(len(positions), self._room, positions.device)
         self.held.append(positions)
         self.schedule = contents.schedule
         self.constants = contents.schedule.constants(positions.device)

@@ -1,6 +1,7 @@
 """A cache of fixed size: the contract, its operations, its graphs, its refusals."""
 
 import copy
+import pickle
 from threading import Thread
 
 import pytest
@@ -226,6 +227,21 @@ class TestOperations:
         twin = copied(filled[1])
         logits_of(model, random_ids(3, rows=2), twin)
         self.assert_go_on_alike(model, filled)
+
+    @pytest.mark.parametrize(
+        "made",
+        [
+            copy.deepcopy,
+            lambda cache: pickle.loads(pickle.dumps(cache)),
+            lambda cache: DynamicYaRNCache.from_state_dict(cache.state_dict()),
+        ],
+        ids=["copied", "pickled", "loaded"],
+    )
+    def test_made_in_inference_mode(self, model, filled, made):
+        """Buffers of inference mode could not be written to outside it."""
+        with torch.inference_mode():
+            twin = made(filled[1])
+        self.assert_go_on_alike(model, (filled[0], twin))
 
     def test_saved_and_loaded(self, model, filled, tmp_path):
         filled[1].save(tmp_path / "cache.safetensors")
