@@ -245,15 +245,7 @@ class DynamicYaRNCache(Cache):
         while len(self.layers) <= layer_idx:
             self.layers.append(DynamicYaRNLayer(self.rotated_copy, owner=self))
         layer = self.layers[layer_idx]
-        new = {"keys": key_states, "values": value_states} if layer.is_initialized else {}
-        for name, states in new.items():
-            held = kind_of(getattr(layer, name))
-            if held != kind_of(states):
-                raise ValueError(
-                    f"new {name} must have the dtype, batch, heads and head_dim of those in the "
-                    f"cache, {held}, got {kind_of(states)}. Start a new DynamicYaRNCache, or call "
-                    "the model as it was called before."
-                )
+        check_alike(layer, key_states, value_states)
         if layer.is_initialized and layer.keys.device != key_states.device:
             # Loaded, or moved by `to`, while the layers of a model may be on several devices.
             layer.to(key_states.device)
@@ -392,6 +384,13 @@ class DynamicYaRNCache(Cache):
             ValueError: layers were taken out from between those of the model that filled it.
         """
         self.check_layers()
+        missing = [index for index, layer in enumerate(self.layers) if not layer.is_initialized]
+        if missing and self.get_seq_length():
+            raise ValueError(
+                "a cache must hold keys of each layer up to the last to be saved, got none for "
+                f"layer {missing[0]}, which the model does not have. Number its layers anew: set "
+                "the layer_idx of each attention."
+            )
         return storage.to_plain(self._contents())
 
     @classmethod
@@ -420,13 +419,6 @@ class DynamicYaRNCache(Cache):
 
     def _contents(self) -> storage.Contents:
         length = self._length
-        missing = [i for i, layer in enumerate(self.layers) if length and not layer.is_initialized]
-        if missing:
-            raise ValueError(
-                "a cache must hold keys of each layer up to the last to be saved, got none for "
-                f"layer {missing[0]}, which the model does not have. Number its layers anew: set "
-                "the layer_idx of each attention."
-            )
         return storage.Contents(
             schedule=self.schedule if length else None,
             packed=self.packed,
@@ -516,6 +508,24 @@ class DynamicYaRNCache(Cache):
                 )
             seen.add(id(layer))
             layer.check(name, rows, self._length)
+
+
+def check_alike(layer: Any, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    """Checks that keys and values, `(B, Hkv, T, D)` each, can lie beside those of a layer.
+
+    Raises:
+        ValueError: the new ones do not fit those held.
+    """
+    if not layer.is_initialized:
+        return
+    for name, states in (("keys", key_states), ("values", value_states)):
+        held = kind_of(getattr(layer, name))
+        if held != kind_of(states):
+            raise ValueError(
+                f"new {name} must have the dtype, batch, heads and head_dim of those in the "
+                f"cache, {held}, got {kind_of(states)}. Start a new DynamicYaRNCache, or call "
+                "the model as it was called before."
+            )
 
 
 def _check_device(device: Any) -> None:

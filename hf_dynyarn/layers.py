@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from .buffers import WeakLink, ordinary_tensors, with_room, writable
+from .buffers import WeakLink, kind_of, ordinary_tensors, with_room, writable
 from .graphs import mark_static
 from .rotated import RotatedKeys
 
@@ -243,19 +243,19 @@ class StaticYaRNLayer(CacheLayerMixin):
         self._values = _nothing("values", values)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Makes the buffers, for states like these, `(B, Hkv, T, D)` each."""
+        """Makes buffers for states like these, `(B, Hkv, T, D)` each, unless those there fit."""
         self.max_batch_size = key_states.shape[0]
         with ordinary_tensors():
-            self._keys, self._values = (
-                torch.zeros(
-                    (*states.shape[:2], self.max_cache_len + 1, states.shape[-1]),
-                    dtype=states.dtype,
-                    device=states.device,
-                )
-                for states in (key_states, value_states)
-            )
+            self._keys = self._buffer(self._keys, key_states)
+            self._values = self._buffer(self._values, value_states)
         mark_static(self._keys, self._values)
         self.is_initialized = True
+
+    def _buffer(self, there: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor:
+        if there is not None and (there.device, kind_of(there)) == (states.device, kind_of(states)):
+            return there
+        shape = (*states.shape[:2], self.max_cache_len + 1, states.shape[-1])
+        return torch.zeros(shape, dtype=states.dtype, device=states.device)
 
     def write(
         self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor
@@ -292,6 +292,8 @@ class StaticYaRNLayer(CacheLayerMixin):
 
     def select(self, rows: torch.Tensor) -> None:
         """Row `i` becomes what row `rows[i]` was."""
+        if self._keys is None:
+            return  # of an index that the model has no layer for
         rows = rows.to(self._keys.device)
         if len(rows) == len(self._keys):
             self._keys.copy_(self._keys[rows])
@@ -303,6 +305,8 @@ class StaticYaRNLayer(CacheLayerMixin):
 
     def to(self, device: torch.device | str | int) -> None:
         """Moves the keys and the values."""
+        if self._keys is None:
+            return
         with ordinary_tensors():
             self._keys, self._values = self._keys.to(device), self._values.to(device)
         mark_static(self._keys, self._values)

@@ -15,7 +15,7 @@ import torch
 
 from . import storage
 from .buffers import ordinary_tensors
-from .cache import DynamicYaRNCache
+from .cache import DynamicYaRNCache, check_alike
 from .layers import StaticYaRNLayer
 from .positions import StaticPositions
 from .schedules import Schedule
@@ -150,11 +150,13 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
                 "packed ones. Use a DynamicYaRNCache() that grows, or rows of a batch."
             )
         rows, tokens = inputs.shape[:2]
-        held = self.held
-        if held is None or (not self._count() and len(held.columns) != rows):
+        if not self._count():
+            self._vacate()
+        if self.held is None or len(self.held.columns) != rows:
             self.layers = []
             with ordinary_tensors():
-                held = self.held = StaticPositions(rows, self._room, inputs.device)
+                self.held = StaticPositions(rows, self._room, inputs.device)
+        held = self.held
         new = held.following(tokens, mask, position_ids)
         slots = held.by_slot()
         if mask is not None or (slots is not None and (slots < 0).any()):
@@ -169,6 +171,8 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
 
     def commit(self, positions: torch.Tensor, schedule: Schedule, packed: bool) -> None:
         self._check_left_alone()
+        while not self.layers[-1].is_initialized:
+            self.layers.pop()  # of the model that filled the cache before it was emptied
         self.filled.append(positions)
         if self.schedule != schedule:
             self.schedule, self.constants = schedule, schedule.constants(positions.device)
@@ -215,6 +219,7 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
         while len(self.layers) <= layer_idx:
             self.layers.append(StaticYaRNLayer(self._room))
         layer: StaticYaRNLayer = self.layers[layer_idx]
+        check_alike(layer, key_states, value_states)
         slots = self._slots.to(key_states.device)
         return layer.append(key_states, value_states, slots, self._past)
 
@@ -222,12 +227,15 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
         self._drop_uncommitted()
         if self.held is not None:
             self.held.shorten(cropped_length(self._count(), *args, **kwargs))
+            if not self._count():
+                self._vacate()
 
     def reset(self) -> None:
-        """Empties the cache; its buffers stay where they are."""
+        """Empties the cache, whatever filled it; buffers that fit what comes next stay in place."""
         self._drop_uncommitted()
         if self.held is not None:
             self.held.shorten(0)
+        self._vacate()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """All tensors that a step reads and writes, by name.
@@ -299,6 +307,12 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
     def _clear(self) -> None:
         super()._clear()
         self.held, self.constants = None, ()
+
+    def _vacate(self) -> None:
+        """Makes the cache anybody's: the next call is planned, and takes the buffers that fit."""
+        self.schedule, self.constants = None, ()
+        for layer in self.layers:
+            layer.is_initialized = False
 
     def _count(self) -> int:
         return 0 if self.held is None else int(self.held.count)

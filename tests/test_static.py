@@ -222,6 +222,57 @@ class TestOperations:
         assert_close(in_chunks(model, TEXT[:, 5:40], [20, 15], cache), expected)
         assert cache.layers[0]._keys is buffer
 
+    @pytest.mark.parametrize("tokens", [5, 30])
+    @pytest.mark.parametrize(
+        "change",
+        [{"num_hidden_layers": 2}, {"num_hidden_layers": 4}, {"num_key_value_heads": 4}],
+        ids=str,
+    )
+    def test_reset_is_for_any_model(self, model, change, tokens):
+        cache = static()
+        logits_of(model, TEXT, cache)
+        cache.reset()
+        other = tiny_llama(**change)
+        patch_llama(other, rescale_every=STEP + 1)
+        expected = logits_of(other, TEXT, use_cache=False)
+        assert_close(in_chunks(other, TEXT, [tokens, 1, 89 - tokens], cache), expected)
+
+    def test_reset_is_for_any_dtype(self, model):
+        cache = static()
+        logits_of(model, TEXT, cache)
+        cache.reset()
+        logits_of(model.bfloat16(), TEXT, cache)
+        assert cache.layers[0].keys.dtype == torch.bfloat16
+
+    @pytest.mark.parametrize("tokens", [5, 30])
+    def test_a_failed_call_leaves_a_reset_cache_empty(self, model, tokens, monkeypatch):
+        def fails(*args, **kwargs):
+            raise RuntimeError("in the middle")
+
+        cache = static()
+        logits_of(model, TEXT, cache)
+        cache.reset()
+        with monkeypatch.context() as broken:
+            broken.setattr(model.model.layers[0].mlp, "forward", fails)
+            with pytest.raises(RuntimeError, match="in the middle"):
+                logits_of(model, random_ids(30, rows=2), cache)
+        ids = random_ids(tokens, rows=2)
+        assert_close(logits_of(model, ids, cache), logits_of(model, ids, use_cache=False))
+
+    def test_of_a_model_without_its_first_layer(self, model):
+        unpatch_llama(model)
+        del model.model.layers[0]
+        patch_llama(model, rescale_every=STEP)
+        caches = DynamicYaRNCache(), static()
+        for cache in caches:
+            logits_of(model, random_ids(40, rows=2), cache)
+            cache.to("cpu")
+            cache.reorder_cache(torch.tensor([1, 0]))
+            cache.batch_select_indices(torch.tensor([1]))
+            with pytest.raises(ValueError, match="got none for layer 0"):
+                cache.state_dict()
+        self.assert_go_on_alike(model, caches)
+
     @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy], ids=["deep", "shallow"])
     def test_copies_are_apart(self, model, filled, copied):
         twin = copied(filled[1])
@@ -366,6 +417,20 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"\(batch, new tokens\) or"):
             four = torch.ones(1, 1, tokens, 20 + tokens, dtype=torch.bool)
             logits_of(model, TEXT[:, :tokens], cache, attention_mask=four)
+
+    @pytest.mark.parametrize("tokens", [1, 30])
+    def test_another_dtype(self, model, tokens):
+        cache = static()
+        logits_of(model, TEXT[:, :20], cache)
+        with (
+            pytest.raises(ValueError, match=r"must have the dtype.*got \(torch.bfloat16"),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            logits_of(model, TEXT[:, 20 : 20 + tokens], cache)
+        assert_close(
+            logits_of(model, TEXT[:, 20:50], cache),
+            logits_of(model, TEXT[:, :50], use_cache=False)[:, 20:],
+        )
 
     def test_the_schedule_of_a_call(self):
         model = tiny_llama()
