@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from . import storage
+from .backends import fused
 from .buffers import ordinary_tensors
 from .cache import DynamicYaRNCache, check_alike
 from .layers import StaticYaRNLayer
@@ -97,12 +98,15 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
         return self.held.count if torch.compiler.is_compiling() else self._count()
 
     def takes_step(self, rows: int, schedule: Schedule) -> bool:
-        """Whether the buffers are there, and those of a model with that schedule and batch."""
+        """Whether the buffers are there, of a model with that schedule and batch, for the kernel.
+
+        What that one lacks, such as float64, is planned.
+        """
         return (
             self.held is not None
-            and len(self.layers) > 0
             and self.held.columns.shape[0] == rows
             and self.schedule == schedule
+            and all(fused.takes(one.keys, one.values) for one in self.layers if one.is_initialized)
         )
 
     def begin_step(self, step: Any) -> None:

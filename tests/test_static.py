@@ -60,6 +60,24 @@ class TestContract:
         expected = logits_of(model, text, use_cache=False)
         assert_close(in_chunks(model, text, [30, 1, 1, 9, 9], static()), expected)
 
+    @pytest.mark.parametrize("change", ["float64", "heads of 320 numbers"])
+    def test_what_the_kernel_lacks(self, change):
+        model = tiny_llama(head_dim=320) if "320" in change else tiny_llama().double()
+        patch_llama(model, rescale_every=STEP)
+        expected = logits_of(model, TEXT, use_cache=False)
+        assert_close(in_chunks(model, TEXT, [40, 1, 9, 40], static()), expected)
+
+    def test_keys_and_values_of_two_dtypes(self):
+        """As autocast has them where keys are normed."""
+        model = tiny("qwen3")
+        patch_llama(model, rescale_every=STEP)
+        with torch.autocast("cpu", torch.bfloat16):
+            growing, fixed = (
+                in_chunks(model, TEXT, [40, 1, 9, 40], cache)
+                for cache in (DynamicYaRNCache(rotated_copy=False), static())
+            )
+        assert_close(fixed, growing)
+
     @pytest.mark.parametrize("second", ["left", "right"])
     def test_every_row_is_its_solo_run(self, model, second):
         """With padding before a turn of few tokens, behind it, and before the first one."""
