@@ -266,20 +266,30 @@ class StaticYaRNLayer(CacheLayerMixin):
             buffer.transpose(1, 2)[rows, slots] = states.transpose(1, 2)
 
     def append(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor, past: int
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        slots: torch.Tensor,
+        unused: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes likewise; returns the first `past` slots and behind them what was written."""
+        """Writes likewise; returns the first slots and behind them what was written.
+
+        `unused`, `(B, P)`, is true of those of the first slots that hold nothing of their row. They
+        are given as 0: no mask hides what is no number, and may be left of another text.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         elif self._keys.device != key_states.device:
             self.to(key_states.device)
         self.write(key_states, value_states, slots)
+        past = unused.shape[1]
         if past == 0:
             return key_states, value_states
-        return (
-            torch.cat((self._keys[:, :, :past], key_states), dim=2),
-            torch.cat((self._values[:, :, :past], value_states), dim=2),
-        )
+        keys = torch.cat((self._keys[:, :, :past], key_states), dim=2)
+        values = torch.cat((self._values[:, :, :past], value_states), dim=2)
+        for states in (keys, values):
+            states[:, :, :past].masked_fill_(unused[:, None, :, None], 0)
+        return keys, values
 
     def columns(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of tokens at positions `(B, T)`, 0 where padding: `(B, Hkv, T, D)`."""

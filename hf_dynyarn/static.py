@@ -171,7 +171,7 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
     def begin(self, forward: Any) -> None:
         super().begin(forward)
         self._slots = torch.where(forward.new < 0, self._room, forward.new)
-        self._past = forward.past
+        self._unused = forward.held < 0
 
     def commit(self, positions: torch.Tensor, schedule: Schedule, packed: bool) -> None:
         self._check_left_alone()
@@ -224,8 +224,9 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
             self.layers.append(StaticYaRNLayer(self._room))
         layer: StaticYaRNLayer = self.layers[layer_idx]
         check_alike(layer, key_states, value_states)
-        slots = self._slots.to(key_states.device)
-        return layer.append(key_states, value_states, slots, self._past)
+        device = key_states.device
+        slots, unused = self._slots.to(device), self._unused.to(device)
+        return layer.append(key_states, value_states, slots, unused)
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         self._drop_uncommitted()
@@ -297,7 +298,7 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
         slots = torch.where(positions < 0, self._room, positions)
         for keys, values in contents.layers:
             layer = StaticYaRNLayer(self._room)
-            layer.append(keys.to(device), values.to(device), slots, 0)
+            layer.append(keys.to(device), values.to(device), slots, slots[:, :0] > 0)
             self.layers.append(layer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StaticYaRNCache":

@@ -240,6 +240,19 @@ class TestOperations:
         assert_close(in_chunks(model, TEXT[:, 5:40], [20, 15], cache), expected)
         assert cache.layers[0]._keys is buffer
 
+    def test_what_is_left_of_a_text_does_not_matter(self, model):
+        cache = static()
+        logits_of(model, random_ids(60, rows=2), cache)
+        for layer in cache.layers:
+            layer.keys.fill_(torch.nan)
+            layer.values.fill_(torch.inf)
+        cache.reset()
+        ids, mask = left_padded([random_ids(50)[0], random_ids(21, seed=1)[0]])
+        caches = DynamicYaRNCache(), cache
+        for each in caches:
+            logits_of(model, ids, each, attention_mask=mask)
+        self.assert_go_on_alike(model, caches)
+
     @pytest.mark.parametrize("tokens", [5, 30])
     @pytest.mark.parametrize(
         "change",
