@@ -463,6 +463,31 @@ class TestRefused:
             logits_of(model, TEXT[:, :50], use_cache=False)[:, 20:],
         )
 
+    @pytest.mark.parametrize("tokens", [4, 20])
+    @pytest.mark.parametrize(
+        ("given", "error", "what"),
+        [
+            ({"position_ids": [[20]]}, TypeError, "must be an integer torch.Tensor"),
+            ({"position_ids": torch.ones(1, 4)}, TypeError, "must be an integer torch.Tensor"),
+            ({"position_ids": torch.arange(3)[None]}, ValueError, "must be .batch or 1, new"),
+            ({"position_ids": torch.tensor(20)}, ValueError, "must be .batch or 1, new"),
+            ({"attention_mask": [[1]]}, TypeError, "must be a torch.Tensor or None, got list"),
+            ({"attention_mask": torch.ones(1, 999)}, ValueError, r"must be \(batch, new tokens"),
+        ],
+        ids=["list", "floats", "short", "number", "list as mask", "wide mask"],
+    )
+    def test_other_kinds_and_shapes(self, model, tokens, given, error, what):
+        cache = static()
+        logits_of(model, TEXT[:, :20], cache)
+        with pytest.raises(error, match=what):
+            logits_of(model, TEXT[:, :tokens], cache, **given)
+        assert cache.get_seq_length() == 20
+
+    @pytest.mark.parametrize("shape", [(0, 5), (1, 0)])
+    def test_no_tokens(self, model, shape):
+        with pytest.raises(ValueError, match="at least one row and at least one token"):
+            logits_of(model, torch.ones(shape, dtype=torch.long), static())
+
     def test_the_schedule_of_a_call(self):
         model = tiny_llama()
         patch_llama(model, schedule="forward")
