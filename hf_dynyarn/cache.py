@@ -84,9 +84,15 @@ class DynamicYaRNCache(Cache):
     def __new__(
         cls, *args: Any, max_cache_len: int | None = None, **kwargs: Any
     ) -> "DynamicYaRNCache":
-        made: DynamicYaRNCache = super().__new__(
-            cls if max_cache_len is None else cls._of_fixed_size
-        )
+        kind = cls
+        if max_cache_len is not None and not issubclass(cls, cls._of_fixed_size):
+            if cls is not DynamicYaRNCache:
+                raise TypeError(
+                    f"max_cache_len must be left out of a {cls.__name__}, whose base class grows, "
+                    f"got {max_cache_len!r}. Derive it from {cls._of_fixed_size.__name__}."
+                )
+            kind = cls._of_fixed_size
+        made: DynamicYaRNCache = super().__new__(kind)
         return made
 
     def __init__(

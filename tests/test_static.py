@@ -411,6 +411,22 @@ class TestRefused:
         with pytest.raises(error, match=what):
             DynamicYaRNCache(**options)
 
+    def test_a_class_that_grows(self):
+        class Own(DynamicYaRNCache):
+            pass
+
+        with pytest.raises(TypeError, match="must be left out of a Own.*from StaticYaRNCache"):
+            Own(max_cache_len=8)
+
+    def test_a_class_of_its_own(self, model):
+        class Own(StaticYaRNCache):
+            pass
+
+        expected = logits_of(model, TEXT, use_cache=False)
+        cache = Own(max_cache_len=ROOM)
+        assert_close(in_chunks(model, TEXT, [80, 10], cache), expected)
+        assert type(copy.deepcopy(cache)) is Own
+
     @pytest.mark.parametrize("tokens", [10, 40])
     def test_a_text_that_has_no_room(self, model, tokens):
         cache = static(50)
