@@ -170,6 +170,9 @@ class DynamicYaRNCache(Cache):
         """Whether the forward call that `begin` was told of is this one, and goes on."""
         return self._forward is not None and self._forward() is forward
 
+    def _is_open(self) -> bool:
+        return self._forward is not None and self._forward() is not None
+
     def close(self) -> None:
         """Ends a forward call that failed: the cache stays as it was before."""
         self._forward = None
@@ -237,7 +240,7 @@ class DynamicYaRNCache(Cache):
             TypeError: the model is not patched, so that the keys would be rotated ones.
             ValueError: the new keys do not fit those held.
         """
-        if self._forward is None or self._forward() is None:
+        if not self._is_open():
             if torch._C._current_graph_task_id() == -1:
                 raise TypeError(UNPATCHED)
             # In a backward pass: a layer runs again, as under checkpointing. What it appended when
@@ -331,7 +334,7 @@ class DynamicYaRNCache(Cache):
         Raises:
             TypeError: not a device. A cache keeps the dtype of the model that filled it.
         """
-        if self._forward is not None and self._forward() is not None:
+        if self._is_open():
             # A hook of accelerate that moves whatever has a `to` to the device of each layer.
             return self
         if device is None:  # as that hook has it for a model as a whole

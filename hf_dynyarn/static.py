@@ -207,7 +207,7 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
             TypeError: the model is not patched, so that the keys would be rotated ones.
             ValueError: gradients are wanted, or the new keys do not fit those held.
         """
-        if self._in_step and (torch.compiler.is_compiling() or self._forward is not None):
+        if self._in_step and (torch.compiler.is_compiling() or self._is_open()):
             return key_states, value_states
         return super().update(key_states, value_states, layer_idx)
 

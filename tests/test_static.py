@@ -533,6 +533,23 @@ class TestRefused:
         with pytest.raises(TypeError, match="must be used with a patched model"):
             logits_of(model, TEXT[:, :1], cache)
 
+    def test_an_unpatched_model_after_an_interrupted_step(self, model):
+        """With a mask of its own, of which the cache is not asked."""
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        cache = static()
+        logits_of(model, TEXT[:, :20], cache)
+        hook = model.model.norm.register_forward_pre_hook(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            logits_of(model, TEXT[:, 20:21], cache)
+        hook.remove()
+        unpatch_llama(model)
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        with pytest.raises(TypeError, match="must be used with a patched model"):
+            logits_of(model, TEXT[:, 20:21], cache, attention_mask=mask)
+
     def test_other_options(self, model):
         cache = static()
         logits_of(model, TEXT, cache)
