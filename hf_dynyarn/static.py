@@ -179,7 +179,9 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
             self.layers.pop()  # of the model that filled the cache before it was emptied
         self.filled.append(positions)
         if self.schedule != schedule:
-            self.schedule, self.constants = schedule, schedule.constants(positions.device)
+            with ordinary_tensors():
+                self.constants = schedule.constants(positions.device)
+        self.schedule = schedule  # the very one of the model, which graphs go by
         self._forward = None
 
     def update(

@@ -359,6 +359,26 @@ class TestGraphs:
                 assert_close(logits_of(compiled, token, fixed), expected)
         assert counter.frame_count == 1
 
+    @pytest.mark.parametrize("made", ["copied", "loaded", "in inference mode"])
+    def test_the_same_for_a_cache_made_otherwise(self, model, made):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        compiled = torch.compile(model, fullgraph=True, backend=counter)
+        caches = [static(), static()]
+        logits_of(model, TEXT[:, :40], caches[0])
+        if made == "copied":
+            caches[1] = copy.deepcopy(caches[0])
+        elif made == "loaded":
+            caches[1] = DynamicYaRNCache.from_state_dict(caches[0].state_dict())
+            logits_of(model, TEXT[:, 40:60], caches[1])
+        else:
+            with torch.inference_mode():
+                model(TEXT[:, :40], **{CACHE: caches[1]})
+        for cache in caches:
+            for token in TEXT[:, 60:63].split(1, 1):
+                logits_of(compiled, token, cache)
+        assert counter.frame_count == 1
+
     def test_what_does_not_fit_stops_a_step_before_it_writes(self, model):
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -415,7 +435,7 @@ class TestRefused:
         class Own(DynamicYaRNCache):
             pass
 
-        with pytest.raises(TypeError, match="must be left out of a Own.*from StaticYaRNCache"):
+        with pytest.raises(TypeError, match=r"must be left out of a Own.*from StaticYaRNCache"):
             Own(max_cache_len=8)
 
     def test_a_class_of_its_own(self, model):
