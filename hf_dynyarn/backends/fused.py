@@ -208,6 +208,11 @@ def _(query: torch.Tensor, *_: object) -> torch.Tensor:
     return query.new_empty(rows, tokens, heads, dim)
 
 
+def takes(key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `decode` has such keys and values, `(B, Hkv, L, D)` each."""
+    return key.dtype == value.dtype and key.dtype in DTYPES and key.shape[-1] <= MOST_NUMBERS
+
+
 def implementation_for(device_type: str) -> Callable[..., torch.Tensor]:
     """What computes the operation on tensors of a device.
 
