@@ -66,6 +66,7 @@ class DynamicYaRNCache(Cache):
     """
 
     _of_fixed_size: ClassVar[Any]  # the class of those
+    _layer_type: ClassVar[Any] = DynamicYaRNLayer
 
     layers: Any  # a list of DynamicYaRNLayer, which users may reach into
     packed: bool
@@ -414,15 +415,21 @@ class DynamicYaRNCache(Cache):
 
         Raises:
             TypeError: `state` is not a dict, or `device` no device.
-            ValueError: it is not the plain form of a cache, or that of a newer hf_dynyarn.
+            ValueError: it is not the plain form of a cache, or that of a newer hf_dynyarn, or of
+                a cache that grows where one of fixed size is to be made.
         """
         if device is not None:
             _check_device(device)
         contents = storage.from_plain(state)
-        if contents.max_cache_len is None:
-            cache = cls(rotated_copy=contents.rotated_copy)
+        if contents.max_cache_len is not None:
+            cache = cls(max_cache_len=contents.max_cache_len)  # type: ignore[arg-type]
+        elif issubclass(cls, cls._of_fixed_size):
+            raise ValueError(
+                f"state must be of a cache with max_cache_len for a {cls.__name__}, got that of "
+                "one that grows. Call DynamicYaRNCache.from_state_dict(state)."
+            )
         else:
-            cache = cls._of_fixed_size(max_cache_len=contents.max_cache_len)
+            cache = cls(rotated_copy=contents.rotated_copy)
         cache._fill(contents, device)
         return cache
 
@@ -501,14 +508,13 @@ class DynamicYaRNCache(Cache):
             ValueError: one of them is another cache's too, is there twice, or lacks tokens, or
                 somebody has put more of them in.
         """
-        rows = 0 if self._positions is None else self._positions.shape[0]
         seen: set[int] = set()
         for index, layer in enumerate(self.layers):
             name = f"layer {index} of the cache"
-            if not isinstance(layer, DynamicYaRNLayer):
+            if not isinstance(layer, self._layer_type):
                 raise TypeError(
-                    f"{name} must be a DynamicYaRNLayer, got a {type(layer).__name__}. Call the "
-                    "model with a DynamicYaRNCache that makes its own layers."
+                    f"{name} must be a {self._layer_type.__name__}, got a {type(layer).__name__}. "
+                    f"Call the model with a {type(self).__name__} that makes its own layers."
                 )
             if id(layer) in seen or not layer.claim(self):
                 raise ValueError(
@@ -516,7 +522,11 @@ class DynamicYaRNCache(Cache):
                     "one twice. Give each cache its own layers: copy.deepcopy(cache)."
                 )
             seen.add(id(layer))
-            layer.check(name, rows, self._length)
+            self._check_tokens(name, layer)
+
+    def _check_tokens(self, name: str, layer: Any) -> None:
+        rows = 0 if self._positions is None else self._positions.shape[0]
+        layer.check(name, rows, self._length)
 
 
 def check_alike(layer: Any, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from .buffers import WeakLink, kind_of, ordinary_tensors, with_room, writable
+from .buffers import Owned, kind_of, ordinary_tensors, with_room, writable
 from .graphs import mark_static
 from .rotated import RotatedKeys
 
 
-class DynamicYaRNLayer(DynamicLayer):
+class DynamicYaRNLayer(Owned, DynamicLayer):
     """One layer: un-rotated keys and values in buffers that grow ahead, and the rotated copy.
 
     Attributes:
@@ -26,15 +26,16 @@ class DynamicYaRNLayer(DynamicLayer):
     _length: int
     _version: int  # torch's count of the writes to `_keys`, our own newest one included
     _by_hand: bool  # whether a user has put tensors in, which are unchecked and have no room
-    _owner: WeakLink | None  # the cache that the layer is in
 
     def __init__(self, rotated_copy: bool = True, owner: Any = None) -> None:
         self.rotated = RotatedKeys() if rotated_copy else None
         self._keys = self._values = None
         self._length = self._version = 0
-        self._by_hand, self._owner = True, None if owner is None else WeakLink(owner)
+        self._by_hand = True
         super().__init__()
         self._by_hand = False
+        if owner is not None:
+            self.claim(owner)
 
     @property
     def keys(self) -> Any:
@@ -92,13 +93,9 @@ class DynamicYaRNLayer(DynamicLayer):
         )
 
     def claim(self, cache: Any) -> bool:
-        """Makes a cache the owner if there is none; whether it is the owner now."""
-        owner = None if self._owner is None else self._owner()
-        if owner is None:
-            if self.is_initialized:
-                self._take_in_hand()  # whatever another cache has left
-            self._owner = WeakLink(cache)
-        return owner is None or owner is cache
+        if self.is_initialized and not self.is_claimed:
+            self._take_in_hand()  # whatever another cache has left
+        return super().claim(cache)
 
     def check(self, name: str, rows: int, length: int) -> None:
         """Checks that all tokens of the cache are there, and, of what was put in by hand, no more.
@@ -201,7 +198,7 @@ class DynamicYaRNLayer(DynamicLayer):
             self.rotated.forget()
 
 
-class StaticYaRNLayer(CacheLayerMixin):
+class StaticYaRNLayer(Owned, CacheLayerMixin):
     """One layer of fixed size: un-rotated keys and values, written in place, by position.
 
     Slot `p` holds the token at position `p` of its row, so padding takes none, and the position of
@@ -222,9 +219,11 @@ class StaticYaRNLayer(CacheLayerMixin):
     _keys: Any  # (B, Hkv, N + 1, D); None before anything is written
     _values: Any
 
-    def __init__(self, max_cache_len: int) -> None:
+    def __init__(self, max_cache_len: int, owner: Any = None) -> None:
         self.max_cache_len = max_cache_len
         super().__init__()
+        if owner is not None:
+            self.claim(owner)
 
     @property
     def keys(self) -> Any:
@@ -320,6 +319,9 @@ class StaticYaRNLayer(CacheLayerMixin):
         with ordinary_tensors():
             self._keys, self._values = self._keys.to(device), self._values.to(device)
         mark_static(self._keys, self._values)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_owner": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, which may be made in inference mode."""

@@ -66,7 +66,7 @@ def check_position_ids(position_ids: Any, batch: int, length: int, past: int = 0
 
 
 class StaticPositions:
-    """Positions of a cache of fixed size: written in place, read back to the host by nothing here.
+    """Positions of a cache of fixed size: written in place, and by a step not read to the host.
 
     Args:
         rows: of the cache, `B`.

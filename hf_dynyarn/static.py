@@ -42,6 +42,8 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
         ValueError: `max_cache_len` is less than 1.
     """
 
+    _layer_type = StaticYaRNLayer
+
     held: StaticPositions | None
     constants: tuple[torch.Tensor, ...]
 
@@ -223,12 +225,20 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
                 "use a DynamicYaRNCache() that grows."
             )
         while len(self.layers) <= layer_idx:
-            self.layers.append(StaticYaRNLayer(self._room))
+            self.layers.append(StaticYaRNLayer(self._room, owner=self))
         layer: StaticYaRNLayer = self.layers[layer_idx]
         check_alike(layer, key_states, value_states)
         device = key_states.device
         slots, unused = self._slots.to(device), self._unused.to(device)
         return layer.append(key_states, value_states, slots, unused)
+
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Raises a TypeError: only a model that is not patched, as a whole, builds masks by it."""
+        raise TypeError(
+            "a cache with max_cache_len must be used with a patched model, which gives it "
+            "un-rotated keys; got a call that builds masks by it: the model is not patched, or, "
+            "in generate(), its decoder alone is. Call patch_llama(model) first."
+        )
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         self._drop_uncommitted()
@@ -263,19 +273,8 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
             self.constants = tuple(part.to(device) for part in self.constants)
         return self
 
-    def check_layers(self) -> None:
-        """Checks what a user may have done to the list of layers.
-
-        Raises:
-            TypeError: one of them is none of ours.
-        """
-        for index, layer in enumerate(self.layers):
-            if type(layer) is not StaticYaRNLayer:
-                raise TypeError(
-                    f"layer {index} of the cache must be a StaticYaRNLayer, got a "
-                    f"{type(layer).__name__}. Call the model with a "
-                    "DynamicYaRNCache(max_cache_len=...) that makes its own layers."
-                )
+    def _check_tokens(self, name: str, layer: Any) -> None:
+        """Of these layers nobody can take tokens: their buffers stay."""
 
     def _contents(self) -> storage.Contents:
         positions = self.held_positions
@@ -299,7 +298,7 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
         self.constants = contents.schedule.constants(positions.device)
         slots = torch.where(positions < 0, self._room, positions)
         for keys, values in contents.layers:
-            layer = StaticYaRNLayer(self._room)
+            layer = StaticYaRNLayer(self._room, owner=self)
             layer.append(keys.to(device), values.to(device), slots, slots[:, :0] > 0)
             self.layers.append(layer)
 

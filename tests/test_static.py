@@ -449,6 +449,24 @@ class TestRefused:
         assert_close(in_chunks(model, TEXT, [80, 10], cache), expected)
         assert type(copy.deepcopy(cache)) is Own
 
+    def test_layers_of_two_caches(self, model):
+        one, two = (DynamicYaRNCache(max_cache_len=ROOM) for _ in range(2))
+        for cache in (one, two):
+            in_chunks(model, TEXT[:, :9], [8, 1], cache)
+        two.layers = one.layers
+        for tokens in (1, 17):
+            with pytest.raises(ValueError, match="layer 0 of the cache must be in one place"):
+                in_chunks(model, TEXT[:, :tokens], [tokens], two)
+        in_chunks(model, TEXT[:, :18], [1, 17], one)
+        two.layers = copy.deepcopy(one.layers)  # nobody's, so anybody's
+        two.check_layers()
+
+    def test_the_state_of_a_cache_that_grows(self, model):
+        cache = DynamicYaRNCache()
+        in_chunks(model, TEXT[:, :8], [8], cache)
+        with pytest.raises(ValueError, match="state must be of a cache with max_cache_len"):
+            StaticYaRNCache.from_state_dict(cache.state_dict())
+
     @pytest.mark.parametrize("tokens", [10, 40])
     def test_a_text_that_has_no_room(self, model, tokens):
         cache = static(50)
@@ -547,6 +565,15 @@ class TestRefused:
         patch_llama(model)
         with pytest.raises(TypeError, match="StaticCache with 8 tokens"):
             logits_of(model, TEXT[:, 8:9], cache)
+
+    def test_generating_by_a_patched_decoder(self):
+        model = tiny_llama()
+        patch_llama(model.model)
+        asked = {"new_tokens": 4, "cache_implementation": "static"}
+        with pytest.raises(TypeError, match="its decoder alone is"):
+            generate(model, TEXT, **asked)
+        patch_llama(model)
+        generate(model, TEXT, **asked)
 
     def test_an_unpatched_model(self, model):
         cache = static()
