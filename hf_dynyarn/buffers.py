@@ -28,6 +28,23 @@ class WeakLink:
         return self._target() if hasattr(self, "_target") else None
 
 
+class Owned:
+    """What is one cache's, until that is gone, and then the next one's that claims it."""
+
+    _owner: WeakLink | None = None
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether a cache has it."""
+        return self._owner is not None and self._owner() is not None
+
+    def claim(self, cache: Any) -> bool:
+        """Makes a cache the owner if there is none; whether it is the owner now."""
+        if self._owner is None or self._owner() is None:
+            self._owner = WeakLink(cache)
+        return self._owner() is cache
+
+
 def with_room(buffer: torch.Tensor, length: int, needed: int, dim: int) -> torch.Tensor:
     """A buffer whose first `length` entries along `dim` are those of `buffer`, with room to write.
 
@@ -58,6 +75,17 @@ def ordinary_tensors() -> Iterator[None]:
     with_gradients = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(with_gradients):
         yield
+
+
+def writable(held: dict[str, Any]) -> dict[str, Any]:
+    """The same, but that tensors of inference mode are copied into ordinary ones."""
+    with ordinary_tensors():
+        return {
+            name: value.clone()
+            if isinstance(value, torch.Tensor) and value.is_inference()
+            else value
+            for name, value in held.items()
+        }
 
 
 def kind_of(states: torch.Tensor) -> tuple[object, ...]:

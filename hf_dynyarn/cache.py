@@ -66,6 +66,7 @@ class DynamicYaRNCache(Cache):
     """
 
     _of_fixed_size: ClassVar[Any]  # the class of those
+    _layer_type: ClassVar[Any] = DynamicYaRNLayer
 
     layers: Any  # a list of DynamicYaRNLayer, which users may reach into
     packed: bool
@@ -84,9 +85,15 @@ class DynamicYaRNCache(Cache):
     def __new__(
         cls, *args: Any, max_cache_len: int | None = None, **kwargs: Any
     ) -> "DynamicYaRNCache":
-        made: DynamicYaRNCache = super().__new__(
-            cls if max_cache_len is None else cls._of_fixed_size
-        )
+        kind = cls
+        if max_cache_len is not None and not issubclass(cls, cls._of_fixed_size):
+            if cls is not DynamicYaRNCache:
+                raise TypeError(
+                    f"max_cache_len must be left out of a {cls.__name__}, whose base class grows, "
+                    f"got {max_cache_len!r}. Derive it from {cls._of_fixed_size.__name__}."
+                )
+            kind = cls._of_fixed_size
+        made: DynamicYaRNCache = super().__new__(kind)
         return made
 
     def __init__(
@@ -164,6 +171,9 @@ class DynamicYaRNCache(Cache):
         """Whether the forward call that `begin` was told of is this one, and goes on."""
         return self._forward is not None and self._forward() is forward
 
+    def _is_open(self) -> bool:
+        return self._forward is not None and self._forward() is not None
+
     def close(self) -> None:
         """Ends a forward call that failed: the cache stays as it was before."""
         self._forward = None
@@ -231,7 +241,7 @@ class DynamicYaRNCache(Cache):
             TypeError: the model is not patched, so that the keys would be rotated ones.
             ValueError: the new keys do not fit those held.
         """
-        if self._forward is None or self._forward() is None:
+        if not self._is_open():
             if torch._C._current_graph_task_id() == -1:
                 raise TypeError(UNPATCHED)
             # In a backward pass: a layer runs again, as under checkpointing. What it appended when
@@ -245,15 +255,7 @@ class DynamicYaRNCache(Cache):
         while len(self.layers) <= layer_idx:
             self.layers.append(DynamicYaRNLayer(self.rotated_copy, owner=self))
         layer = self.layers[layer_idx]
-        new = {"keys": key_states, "values": value_states} if layer.is_initialized else {}
-        for name, states in new.items():
-            held = kind_of(getattr(layer, name))
-            if held != kind_of(states):
-                raise ValueError(
-                    f"new {name} must have the dtype, batch, heads and head_dim of those in the "
-                    f"cache, {held}, got {kind_of(states)}. Start a new DynamicYaRNCache, or call "
-                    "the model as it was called before."
-                )
+        check_alike(layer, key_states, value_states)
         if layer.is_initialized and layer.keys.device != key_states.device:
             # Loaded, or moved by `to`, while the layers of a model may be on several devices.
             layer.to(key_states.device)
@@ -333,7 +335,7 @@ class DynamicYaRNCache(Cache):
         Raises:
             TypeError: not a device. A cache keeps the dtype of the model that filled it.
         """
-        if self._forward is not None and self._forward() is not None:
+        if self._is_open():
             # A hook of accelerate that moves whatever has a `to` to the device of each layer.
             return self
         if device is None:  # as that hook has it for a model as a whole
@@ -392,6 +394,13 @@ class DynamicYaRNCache(Cache):
             ValueError: layers were taken out from between those of the model that filled it.
         """
         self.check_layers()
+        missing = [index for index, layer in enumerate(self.layers) if not layer.is_initialized]
+        if missing and self.get_seq_length():
+            raise ValueError(
+                "a cache must hold keys of each layer up to the last to be saved, got none for "
+                f"layer {missing[0]}, which the model does not have. Number its layers anew: set "
+                "the layer_idx of each attention."
+            )
         return storage.to_plain(self._contents())
 
     @classmethod
@@ -406,27 +415,26 @@ class DynamicYaRNCache(Cache):
 
         Raises:
             TypeError: `state` is not a dict, or `device` no device.
-            ValueError: it is not the plain form of a cache, or that of a newer hf_dynyarn.
+            ValueError: it is not the plain form of a cache, or that of a newer hf_dynyarn, or of
+                a cache that grows where one of fixed size is to be made.
         """
         if device is not None:
             _check_device(device)
         contents = storage.from_plain(state)
-        if contents.max_cache_len is None:
-            cache = cls(rotated_copy=contents.rotated_copy)
+        if contents.max_cache_len is not None:
+            cache = cls(max_cache_len=contents.max_cache_len)  # type: ignore[arg-type]
+        elif issubclass(cls, cls._of_fixed_size):
+            raise ValueError(
+                f"state must be of a cache with max_cache_len for a {cls.__name__}, got that of "
+                "one that grows. Call DynamicYaRNCache.from_state_dict(state)."
+            )
         else:
-            cache = cls._of_fixed_size(max_cache_len=contents.max_cache_len)
+            cache = cls(rotated_copy=contents.rotated_copy)
         cache._fill(contents, device)
         return cache
 
     def _contents(self) -> storage.Contents:
         length = self._length
-        missing = [i for i, layer in enumerate(self.layers) if length and not layer.is_initialized]
-        if missing:
-            raise ValueError(
-                "a cache must hold keys of each layer up to the last to be saved, got none for "
-                f"layer {missing[0]}, which the model does not have. Number its layers anew: set "
-                "the layer_idx of each attention."
-            )
         return storage.Contents(
             schedule=self.schedule if length else None,
             packed=self.packed,
@@ -500,14 +508,13 @@ class DynamicYaRNCache(Cache):
             ValueError: one of them is another cache's too, is there twice, or lacks tokens, or
                 somebody has put more of them in.
         """
-        rows = 0 if self._positions is None else self._positions.shape[0]
         seen: set[int] = set()
         for index, layer in enumerate(self.layers):
             name = f"layer {index} of the cache"
-            if not isinstance(layer, DynamicYaRNLayer):
+            if not isinstance(layer, self._layer_type):
                 raise TypeError(
-                    f"{name} must be a DynamicYaRNLayer, got a {type(layer).__name__}. Call the "
-                    "model with a DynamicYaRNCache that makes its own layers."
+                    f"{name} must be a {self._layer_type.__name__}, got a {type(layer).__name__}. "
+                    f"Call the model with a {type(self).__name__} that makes its own layers."
                 )
             if id(layer) in seen or not layer.claim(self):
                 raise ValueError(
@@ -515,7 +522,29 @@ class DynamicYaRNCache(Cache):
                     "one twice. Give each cache its own layers: copy.deepcopy(cache)."
                 )
             seen.add(id(layer))
-            layer.check(name, rows, self._length)
+            self._check_tokens(name, layer)
+
+    def _check_tokens(self, name: str, layer: Any) -> None:
+        rows = 0 if self._positions is None else self._positions.shape[0]
+        layer.check(name, rows, self._length)
+
+
+def check_alike(layer: Any, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    """Checks that keys and values, `(B, Hkv, T, D)` each, can lie beside those of a layer.
+
+    Raises:
+        ValueError: the new ones do not fit those held.
+    """
+    if not layer.is_initialized:
+        return
+    for name, states in (("keys", key_states), ("values", value_states)):
+        held = kind_of(getattr(layer, name))
+        if held != kind_of(states):
+            raise ValueError(
+                f"new {name} must have the dtype, batch, heads and head_dim of those in the "
+                f"cache, {held}, got {kind_of(states)}. Start a new DynamicYaRNCache, or call "
+                "the model as it was called before."
+            )
 
 
 def _check_device(device: Any) -> None:

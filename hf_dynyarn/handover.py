@@ -23,12 +23,16 @@ from .static import StaticYaRNCache
 from .versions import CACHE_KEYWORDS, CHECKPOINTING_NEEDS_GRADIENTS, INPUTS_OF_MASKS
 
 
+def given_cache(kwargs: dict[str, Any]) -> Any:
+    """The cache that a call was given, under whichever of its names; None for none."""
+    return next((kwargs[name] for name in CACHE_KEYWORDS if kwargs.get(name) is not None), None)
+
+
 def cache_of_call(
     decoder: PreTrainedModel, kwargs: dict[str, Any], schedule: Schedule, batch: int
 ) -> Any:
-    """Takes the cache out of `kwargs` and checks it; makes one where a stock model would."""
-    given = [kwargs.pop(name) for name in CACHE_KEYWORDS if name in kwargs]
-    cache: Any = next((cache for cache in given if cache is not None), None)
+    """Checks the cache that a call was given; makes one where a stock model would."""
+    cache = given_cache(kwargs)
     if isinstance(cache, DynamicYaRNCache):
         check_fits(cache, schedule, batch, len(decoder.layers), *key_heads(decoder.config))
     elif cache is not None:
@@ -73,7 +77,7 @@ def check_adoptable(cache: Any) -> None:
     if cache.get_seq_length() > 0:
         raise TypeError(
             f"the cache of a patched model must hold un-rotated keys, got a {type(cache).__name__} "
-            f"with {cache.get_seq_length()} tokens whose keys are rotated already. {remedy}"
+            f"with {int(cache.get_seq_length())} tokens whose keys are rotated already. {remedy}"
         )
     if type(cache) is StaticCache and all(layer.is_sliding for layer in cache.layers):
         raise TypeError(
@@ -118,7 +122,7 @@ class WithoutMasks:
         self.stock = stock
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache = next((kwargs[name] for name in CACHE_KEYWORDS if name in kwargs), None)
+        cache = given_cache(kwargs)
         if not isinstance(cache, StaticCache | StaticYaRNCache):
             return self.stock(*args, **kwargs)
         mask = kwargs.get("attention_mask")
@@ -172,6 +176,15 @@ def check_fits(
             f"{batch}. Use cache.batch_repeat_interleave() or cache.batch_select_indices(), or "
             "start a new DynamicYaRNCache."
         )
+    check_shapes(cache, layers, heads, head_dim)
+
+
+def check_shapes(cache: DynamicYaRNCache, layers: int, heads: int | None, head_dim: int) -> None:
+    """Checks that a filled cache has the layers and heads of a model, see `check_fits`.
+
+    Raises:
+        ValueError: it has not.
+    """
     filled = [layer.keys.shape for layer in cache.layers if layer.is_initialized]
     if len(filled) != layers:
         raise ValueError(

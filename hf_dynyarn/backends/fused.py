@@ -208,30 +208,37 @@ def _(query: torch.Tensor, *_: object) -> torch.Tensor:
     return query.new_empty(rows, tokens, heads, dim)
 
 
-@functools.cache
+def takes(key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `decode` has such keys and values, `(B, Hkv, L, D)` each."""
+    return key.dtype == value.dtype and key.dtype in DTYPES and key.shape[-1] <= MOST_NUMBERS
+
+
 def implementation_for(device_type: str) -> Callable[..., torch.Tensor]:
     """What computes the operation on tensors of a device.
 
     Looked up at each call. To run the kernels on a CPU, in Triton's interpreter, put a function
     that returns `fused_triton.launch` in its place: `tests/interpreter.py` does.
     """
-    if device_type == "cpu":
+    if device_type == "cpu" or not has_kernels(device_type):
         return _by_tiles
-    if has_kernels(device_type):
-        from .fused_triton import launch
+    from .fused_triton import launch
 
-        return launch
+    return launch
+
+
+@functools.cache
+def has_kernels(device_type: str) -> bool:
+    """Whether the operation is one fused kernel on a device; warns, once, where a GPU lacks it."""
+    if device_type != "cuda":
+        return False
+    if importlib.util.find_spec("triton") is not None:
+        return True
     warnings.warn(
         "decoding over un-rotated keys on a GPU needs Triton, and there is none: torch does it, "
         "many times slower and waiting for the device in each layer. pip install triton.",
         stacklevel=2,
     )
-    return _by_tiles
-
-
-def has_kernels(device_type: str) -> bool:
-    """Whether the operation is one fused kernel on a device, which reads nothing back."""
-    return device_type == "cuda" and importlib.util.find_spec("triton") is not None
+    return False
 
 
 def _by_tiles(
