@@ -43,7 +43,7 @@ def measure(bench: str, wanted: list[tuple[str, str, dict[str, int]]]) -> None:
         if (text, variant) in done:
             continue
         ids = ids_of(tokenizer, text, LENGTH + 1)
-        found = losses(rivals.make(stock, name, **options), ids, f"{text}, {variant}")
+        found = losses(rivals.make(stock, name, LENGTH, **options), ids, f"{text}, {variant}")
         rows = [
             row(variant, part.tolist(), tokens=BIN * (index + 1))
             for index, part in enumerate(found.split(BIN))
@@ -75,7 +75,7 @@ def perplexity_32k(model: str) -> None:
             if (columns["model"], text, name) in done:
                 continue
             ids = ids_of(tokenizer, text, LONG + 1)
-            found = losses(rivals.make(stock, name), ids, f"{text}, {name}")
+            found = losses(rivals.make(stock, name, LONG), ids, f"{text}, {name}")
             rows = [
                 row(name, part.tolist(), tokens=BIN * (index + 1))
                 for index, part in enumerate(found.split(BIN))
