@@ -12,18 +12,26 @@ from torch.nn.functional import cross_entropy
 from hf_dynyarn import patch_llama
 
 LENGTH, BIN = 64, 16  # over a window of 32
+NAMES = ("plain RoPE", "ours")
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch):
-    """`quality.perplexity`, with tiny models and texts, and rows that go to `tmp_path`."""
+def folder(tmp_path, monkeypatch):
+    """Where rows go."""
     monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "benchmarks")
     import common
     import rows
-    from quality import perplexity
 
     for module in (common, rows):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def bench(folder, monkeypatch):
+    """`quality.perplexity` with tiny models and texts."""
+    from quality import perplexity
+
     monkeypatch.setattr(perplexity, "LONG", LENGTH)
     monkeypatch.setattr(perplexity, "BIN", BIN)
     monkeypatch.setattr(perplexity, "named", lambda model, dtype: tiny_llama())
@@ -35,16 +43,16 @@ def bench(tmp_path, monkeypatch):
 
 
 def ids_of(text, length):
-    return random_ids(length, seed=len(text))
+    return random_ids(200, seed=len(text))[:, :length]
 
 
-def written(folder):
-    with (folder / "perplexity_32k.csv").open(newline="") as file:
+def written(folder, bench="perplexity_32k"):
+    with (folder / f"{bench}.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def test_perplexity_of_ours_is_that_of_a_patched_model(bench, tmp_path):
-    bench.perplexity_32k("qwen")
+    bench.perplexity_32k("qwen", names=NAMES)
     model = tiny_llama()
     patch_llama(model)
     ids = ids_of("report", LENGTH + 1)
@@ -68,16 +76,35 @@ def test_an_interrupted_run_goes_on_where_it_stopped(bench, tmp_path, monkeypatc
 
     monkeypatch.setattr(bench, "losses", losses)
     with pytest.raises(KeyboardInterrupt):
-        bench.perplexity_32k("qwen")
+        bench.perplexity_32k("qwen", names=NAMES)
     assert len(written(tmp_path)) == LENGTH // BIN
-    bench.perplexity_32k("qwen")
-    first, *rest = (f"{text}, {name}" for text in bench.LONG_TEXTS for name in bench.LONG_RIVALS)
+    bench.perplexity_32k("qwen", names=NAMES)
+    first, *rest = (f"{text}, {name}" for text in bench.LONG_TEXTS for name in NAMES)
     assert read == [first, rest[0], *rest]
-    bench.perplexity_32k("gemma")  # another model's rows are not taken for its own
+    bench.perplexity_32k("gemma", names=NAMES)  # another model's rows are not taken for its own
     keys = {
         (one["model"], one["quantity"], one["variant"], one["tokens"]) for one in written(tmp_path)
     }
     assert len(keys) == len(written(tmp_path)) == 2 * (1 + len(rest)) * LENGTH // BIN
+
+
+def test_a_longer_run_adds_what_is_missing(bench, folder):
+    def means():
+        return {(one["variant"], one["tokens"]): one["mean"] for one in written(folder)}
+
+    bench.perplexity_32k("qwen", [2 * BIN], NAMES)
+    short = means()
+    assert {tokens for _, tokens in short} == {"16", "32"}
+    bench.perplexity_32k("qwen", names=NAMES)
+    assert len(means()) == len(written(folder)) // 2 == 2 * LENGTH // BIN  # two texts
+    assert short.items() <= means().items()
+    bench.perplexity_32k("qwen", names=NAMES, dtype="float32")
+    assert {one["dtype"] for one in written(folder)} == {"bfloat16", "float32"}
+
+
+def test_all_rivals_are_read_where_none_is_named(bench, folder):
+    bench.perplexity_32k("qwen")
+    assert len({one["variant"] for one in written(folder)}) == 8
 
 
 def test_a_patched_twin_shares_the_weights_and_leaves_the_stock_model_alone(bench):

@@ -4,6 +4,8 @@ A row is one text under one rival in one bin of positions: its `mean` is the mea
 tokens in it, in nats, `tokens` the end of the bin.
 """
 
+from collections.abc import Sequence
+
 import torch
 from common import named, row, save, smollm2
 from rows import rows_of
@@ -15,8 +17,8 @@ from quality.texts import TEXTS, ids_of
 
 LENGTH, BIN = 16384, 1024
 STEPS = (32, 128, 512, 2048, 8192)  # beside the default, 256
-# Of the models with a window of 32,768, in bfloat16.
-LONG, LONG_TEXTS, LONG_RIVALS = 49152, ("reference", "report"), (rivals.PLAIN, rivals.OURS)
+# Of the models with a window of 32,768.
+LONG, LONG_TEXTS = 49152, ("reference", "report")
 LONG_NAMES = {"qwen": "Qwen2.5-Coder-0.5B", "gemma": "Gemma-3-270m"}
 
 
@@ -64,21 +66,37 @@ def perplexity() -> None:
     measure("perplexity", [(text, name, {}) for text in TEXTS for name in rivals.NAMES])
 
 
-def perplexity_32k(model: str) -> None:
-    """Plain and ours to 49,152 tokens; `model` is a key of `LONG_NAMES`."""
-    stock = named(model, torch.bfloat16)
+def perplexity_32k(
+    model: str, lengths: Sequence[int] = (), names: Sequence[str] = (), dtype: str = "bfloat16"
+) -> None:
+    """Every text under some rivals.
+
+    Args:
+        model: a key of `LONG_NAMES`.
+        lengths: of which the longest is how far it is read, in tokens. Default: `LONG`.
+        names: of the rivals. Default: all that the model can serve.
+        dtype: of the model.
+    """
+    stock = named(model, getattr(torch, dtype))
     tokenizer = AutoTokenizer.from_pretrained(stock.config._name_or_path)
-    done = {(one["model"], one["quantity"], one["variant"]) for one in rows_of("perplexity_32k")}
-    columns = {"model": LONG_NAMES[model], "batch": 1, "dtype": "bfloat16"}
+    columns = {"model": LONG_NAMES[model], "batch": 1, "dtype": dtype}
+    longest = max(lengths, default=LONG)
     for text in LONG_TEXTS:
-        for name in LONG_RIVALS:
-            if (columns["model"], text, name) in done:
+        for name in names or rivals.names_for(stock.config):
+            wanted = {**columns, "quantity": text, "variant": name}
+            done = {
+                int(one["tokens"])
+                for one in rows_of("perplexity_32k")
+                if all(one[column] == str(value) for column, value in wanted.items())
+            }
+            if longest in done:
                 continue
-            ids = ids_of(tokenizer, text, LONG + 1)
+            ids = ids_of(tokenizer, text, longest + 1)
             found = losses(rivals.make(stock, name, LONG), ids, f"{text}, {name}")
             rows = [
                 row(name, part.tolist(), tokens=BIN * (index + 1))
                 for index, part in enumerate(found.split(BIN))
+                if BIN * (index + 1) not in done
             ]
             save("perplexity_32k", rows, **columns, quantity=text, unit="nats per token")
 

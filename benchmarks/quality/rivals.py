@@ -37,9 +37,12 @@ class Rival:
         return self.make_cache()
 
     @torch.inference_mode()
-    def read(self, ids: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Appends `(B, T)` tokens to the cache; returns their logits, `(B, T, V)`."""
-        return self.model(ids, **{CACHE: cache}).logits
+    def read(self, ids: torch.Tensor, cache: Cache, keep: int = 0) -> torch.Tensor:
+        """Appends `(B, T)` tokens to the cache; returns the logits of all, or of the last `keep`.
+
+        They are `(B, T or keep, V)`.
+        """
+        return self.model(ids, logits_to_keep=keep, **{CACHE: cache}).logits
 
 
 class StaleEmbedding(nn.Module):
