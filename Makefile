@@ -23,7 +23,7 @@ TRITON := triton==3.9.0
 # Products and sums in one instruction, as Triton does unless told otherwise; later it will not.
 KERNELS_ENV := TRITON_DEFAULT_FP_FUSION=1
 
-.PHONY: demo demo-vllm test test-vllm test-kernels test-neighbours test-matrix tables notebooks lint bench bench-quick bench-static kernels quality figures docs clean
+.PHONY: demo demo-vllm test test-vllm test-vllm-fused test-kernels test-neighbours test-matrix tables notebooks lint bench bench-quick bench-static kernels quality figures docs clean
 
 demo: $(VENV)/.examples  ## make demo [MODEL=hub-id-or-folder] [COMPARE=1]
 	@$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(filter-out 0,$(COMPARE)),--compare)
@@ -41,8 +41,11 @@ test-neighbours: $(VENV)/.test  ## with lm-eval and Liger too, which bring 1.2 G
 test-vllm: .venvs/vllm/.done  ## against vLLM, in an environment of its own
 	.venvs/vllm/bin/python -m pytest tests/test_vllm.py $(ARGS)
 
+test-vllm-fused: .venvs/vllm/.done  ## vLLM on the path of GPUs, in Triton's interpreter: 4 minutes
+	TRITON_INTERPRET=1 .venvs/vllm/bin/python -m pytest tests/test_vllm_fused.py $(ARGS)
+
 test-kernels: .venvs/kernels/.done  ## the Triton kernels: interpreted against the oracle, and compiled for GPUs
-	TRITON_INTERPRET=1 .venvs/kernels/bin/python -m pytest tests/test_fused_triton.py tests/test_interpreted.py $(ARGS)
+	TRITON_INTERPRET=1 .venvs/kernels/bin/python -m pytest tests/test_fused_triton.py tests/test_interpreted.py tests/test_pages.py $(ARGS)
 	$(KERNELS_ENV) .venvs/kernels/bin/python -m pytest tests/test_kernels.py $(ARGS)
 
 test-matrix:  ## the suite on each transformers, and docs/models.md of it: about an hour on two cores

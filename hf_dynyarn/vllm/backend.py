@@ -1,8 +1,8 @@
-"""vLLM's attention over un-rotated keys, for any device that torch runs on.
+"""vLLM's attention over un-rotated keys, in torch: what CPUs run, and what vLLM asks about either.
 
-What a step holds is in `metadata.py`. Pieces of one query go through the kernels of `kernels.py`.
-For a longer piece the keys are gathered from the cache into a scratch of fixed size, rotated, and
-attended to by torch's own attention.
+Where the device has Triton, `fused_layer.py` stands in. What a step holds is in `metadata.py`.
+Pieces of one query go through the kernels of `kernels.py`. For a longer piece the keys are gathered
+from the cache into a scratch of fixed size, rotated, and attended to by torch's own attention.
 """
 
 import math
@@ -11,15 +11,18 @@ from weakref import WeakValueDictionary
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
     AttentionLayer,
+    AttentionMetadataBuilder,
     AttentionType,
     MultipleOf,
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from ..backends import fused
 from ..backends.sdpa import attend_to_last
 from ..rope import rotate
 from ..rope_types import DYNAMIC_YARN
@@ -50,12 +53,25 @@ class DynamicYaRNBackend(AttentionBackend):
         return str(BACKEND.name)
 
     @staticmethod
-    def get_impl_cls() -> type["DynamicYaRNAttention"]:
+    def get_impl_cls() -> type[AttentionImpl[Any]]:
+        if fused.has_kernels(current_platform.device_type):
+            from .fused_layer import FusedAttention
+
+            return FusedAttention
         return DynamicYaRNAttention
 
     @staticmethod
-    def get_builder_cls() -> type["DynamicYaRNMetadataBuilder"]:
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        if fused.has_kernels(current_platform.device_type):
+            from .fused_metadata import FusedMetadataBuilder
+
+            return FusedMetadataBuilder
         return DynamicYaRNMetadataBuilder
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        # Whether each request has as many queries is looked up on the host.
+        return False
 
 
 class Scratch:
@@ -79,7 +95,7 @@ class Scratch:
         return scratch
 
 
-class DynamicYaRNAttention(AttentionImpl[DynamicYaRNMetadata]):
+class DynamicYaRNAttention(AttentionImpl[Any]):
     """The attention of one layer.
 
     Raises:

@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionM
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..rope import rotary_tables
+from ..schedules import Schedule
 from .kernels import decode
 from .plugin import interleaved, schedule_of
 
@@ -46,6 +47,20 @@ class Piece:
     stop: int
     keys: int
     scale: float
+
+
+def pieces_of(
+    schedule: Schedule, request: int, start: int, stop: int, length: int
+) -> Iterator[Piece]:
+    """Cuts the queries `[start, stop)` of a request, its last ones, where the scale changes."""
+    past = length - (stop - start)
+    positions = torch.arange(past, length, device="cpu")
+    scales = schedule.scale(positions[None])[0]
+    values, counts = scales.unique_consecutive(return_counts=True)
+    for scale, count in zip(values.tolist(), counts.tolist(), strict=True):
+        past += count
+        yield Piece(request, start, start + count, past, scale)
+        start += count
 
 
 @dataclass(frozen=True)
@@ -236,14 +251,7 @@ class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
 
     def _pieces(self, request: int, start: int, stop: int, length: int) -> Iterator[Piece]:
         """Cuts the queries `[start, stop)` of a request, its last ones, where the scale changes."""
-        past = length - (stop - start)
-        positions = torch.arange(past, length, device="cpu")
-        scales = self.tables.schedule.scale(positions[None])[0]
-        values, counts = scales.unique_consecutive(return_counts=True)
-        for scale, count in zip(values.tolist(), counts.tolist(), strict=True):
-            past += count
-            yield Piece(request, start, start + count, past, scale)
-            start += count
+        return pieces_of(self.tables.schedule, request, start, stop, length)
 
     def _pack(self, pieces: list[Piece]) -> Iterator[tuple[dict[float, int], list[Piece]]]:
         """Sorts pieces by scale into waves, each with the tables that it wants."""
