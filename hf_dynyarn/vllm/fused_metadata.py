@@ -24,8 +24,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..backends import fused_triton
 from ..backends.fused import MOST_QUERIES
+from ..backends.pages import rotate_pages
 from .metadata import Piece, pieces_of
-from .plugin import schedule_of
+from .plugin import interleaved, schedule_of
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class FusedMetadataBuilder(AttentionMetadataBuilder[FusedMetadata]):
             vllm_config.compilation_config.max_cudagraph_capture_size or 0,
         )
         self._allocate(rows)
+        self._compile(rows)
 
     def _allocate(self, rows: int) -> None:
         """Makes the buffers of all steps, for so many requests."""
@@ -165,6 +167,48 @@ class FusedMetadataBuilder(AttentionMetadataBuilder[FusedMetadata]):
             device=self.device,
             dtype=torch.float32,
         )
+
+    @torch.inference_mode()
+    def _compile(self, rows: int) -> None:
+        """Runs the kernels once, so that no request waits for a compiler, and no graph meets one.
+
+        Triton compiles anew for a number that is 1, or that 16 divides.
+        """
+        spec = self.kv_cache_spec
+        shape = (1, spec.num_kv_heads, spec.block_size, spec.head_size)
+        key = torch.zeros(shape, dtype=spec.dtype, device=self.device)
+        value = torch.zeros_like(key)
+        kinds: dict[tuple[int, bool, bool], int] = {}
+        for tokens in range(1, self.reorder_batch_threshold + 1):
+            for count in range(1, rows + 1):
+                splits = self.splits(count, tokens)
+                kinds.setdefault((tokens, splits == 1, splits % 16 == 0), count)
+        table = torch.zeros(
+            (rows, self.room // spec.block_size), dtype=torch.int32, device=self.device
+        )
+        interleave = interleaved(self.vllm_config)
+        for (tokens, *_), count in kinds.items():
+            queries = count * tokens
+            fused_triton.launch(
+                key.new_zeros(count, tokens, self.heads, spec.head_size).transpose(1, 2),
+                key,
+                value,
+                1.0,
+                self.starts[:count],  # lengths of 0
+                self.starts[:count],
+                self.scale[:queries].view(count, tokens),
+                self.inv_freq[:queries].view(count, tokens, -1),
+                self.gain[:queries].view(count, tokens),
+                None,
+                interleave,
+                table[:count],
+                splits=self.splits(count, tokens),
+                scratch=self.scratch,
+            )
+        place = torch.tensor([[0, 0, 1]], dtype=torch.int32, device=self.device)
+        out = key.new_zeros(1, *key.shape[1::2])
+        turn = self.inv_freq[:1], self.gain[:1]
+        rotate_pages(key, value, table, place, 1, *turn, out, torch.zeros_like(out), interleave)
 
     def splits(self, rows: int, tokens: int) -> int:
         """Into how many splits the keys of requests of so many queries are cut."""
