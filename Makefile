@@ -23,7 +23,7 @@ TRITON := triton==3.9.0
 # Products and sums in one instruction, as Triton does unless told otherwise; later it will not.
 KERNELS_ENV := TRITON_DEFAULT_FP_FUSION=1
 
-.PHONY: demo demo-vllm test test-vllm test-vllm-fused test-kernels test-neighbours test-matrix tables notebooks lint bench bench-quick bench-static kernels gpu-vllm quality figures docs clean
+.PHONY: demo demo-vllm test test-vllm test-vllm-fused test-kernels test-neighbours test-matrix tables notebooks lint bench bench-quick bench-static kernels gpu gpu-vllm quality figures docs clean
 
 demo: $(VENV)/.examples  ## make demo [MODEL=hub-id-or-folder] [COMPARE=1]
 	@$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(filter-out 0,$(COMPARE)),--compare)
@@ -72,6 +72,9 @@ bench-static: $(VENV)/.test  ## compiled steps over caches of fixed size, about 
 
 bench-quick: $(VENV)/.test  ## under 3 minutes
 	$(BIN)/python benchmarks/bench.py --quick $(ARGS)
+
+gpu: $(VENV)/.test  ## on a CUDA machine, under 5 minutes: oracle, kernel, decoding, memory; appends to benchmarks/results
+	$(BIN)/python benchmarks/gpu_check.py
 
 kernels: .venvs/kernels/.done  ## compiles the kernels for GPUs that are not there, and counts; 10 minutes
 	$(KERNELS_ENV) .venvs/kernels/bin/python benchmarks/compiled.py

@@ -90,7 +90,7 @@ def alike() -> None:
     common = {**columns(BEGIN, torch.float32), "note": f"to {END} tokens, against a growing cache"}
     rows = [row("ours", same.tolist())]
     save("static", rows, **common, quantity="same likeliest token", unit="share")
-    rows = [row("ours", [difference.max().item()], samples=len(difference))]
+    rows = [row("ours", [difference.max().item()])]
     save("static", rows, **common, quantity="largest difference of a logit", unit="")
     print(f"largest logit {growing.abs().max():.3g}, {int(same.sum())} of {len(same)} tokens equal")
 

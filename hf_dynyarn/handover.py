@@ -73,7 +73,7 @@ def check_adoptable(cache: Any) -> None:
     if cache.get_seq_length() > 0:
         raise TypeError(
             f"the cache of a patched model must hold un-rotated keys, got a {type(cache).__name__} "
-            f"with {cache.get_seq_length()} tokens whose keys are rotated already. {remedy}"
+            f"with {int(cache.get_seq_length())} tokens whose keys are rotated already. {remedy}"
         )
     if type(cache) is StaticCache and all(layer.is_sliding for layer in cache.layers):
         raise TypeError(
@@ -172,6 +172,15 @@ def check_fits(
             f"{batch}. Use cache.batch_repeat_interleave() or cache.batch_select_indices(), or "
             "start a new DynamicYaRNCache."
         )
+    check_shapes(cache, layers, heads, head_dim)
+
+
+def check_shapes(cache: DynamicYaRNCache, layers: int, heads: int | None, head_dim: int) -> None:
+    """Checks that a filled cache has the layers and heads of a model, see `check_fits`.
+
+    Raises:
+        ValueError: it has not.
+    """
     filled = [layer.keys.shape for layer in cache.layers if layer.is_initialized]
     if len(filled) != layers:
         raise ValueError(

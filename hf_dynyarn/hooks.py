@@ -20,13 +20,22 @@ from .attention import ATTENTION_NAME, dynamic_yarn_attention
 from .cache import DynamicYaRNCache
 from .documents import BOUNDS, bounds_of_call
 from .graphs import check_not_recorded, outside_graphs
-from .handover import WithoutMasks, adopt, cache_of_call, drop_kept_cache, option, stand_in
+from .handover import (
+    WithoutMasks,
+    adopt,
+    cache_of_call,
+    check_shapes,
+    drop_kept_cache,
+    option,
+    stand_in,
+)
 from .models import (
     attention_layers,
     cache_droppers,
     check_own_code,
     check_rotary,
     family_of,
+    key_heads,
     masked_windows,
     unrotated_layers,
 )
@@ -228,8 +237,10 @@ class Patch:
             check_own_code(decoder, layers)
             check_rotary(decoder)
         windows = masked_windows(decoder)
+        cache = next(kwargs[name] for name in CACHE_KEYWORDS if kwargs.get(name) is not None)
+        check_shapes(cache, len(decoder.layers), *key_heads(decoder.config))
         step = make_step(
-            cache=next(kwargs[name] for name in CACHE_KEYWORDS if kwargs.get(name) is not None),
+            cache=cache,
             schedule=self.schedule,
             windowed=self.windowed,
             unrotated=self.unrotated,

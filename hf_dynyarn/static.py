@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from . import storage
-from .buffers import WeakLink, ordinary_tensors
+from .buffers import ordinary_tensors
 from .cache import DynamicYaRNCache
 from .layers import StaticYaRNLayer
 from .positions import StaticPositions
@@ -108,11 +108,13 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
     def begin_step(self, step: Any) -> None:
         """Opens the cache to the layers of one step, for as long as `step` lives."""
         if not torch.compiler.is_compiling():
-            self._forward = WeakLink(step)
+            super().begin(step)
         self._in_step = True
 
     def commit_step(self, positions: torch.Tensor) -> None:
         """Records the tokens of a step, `(B, T)`, and closes the cache."""
+        if not torch.compiler.is_compiling():
+            self._check_left_alone()
         self.filled.append(positions)
         self.close()
 

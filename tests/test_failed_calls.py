@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import assert_close, generate, logits_of, random_ids, tiny_llama
 
-from hf_dynyarn import DynamicYaRNCache, layers, patch_llama
+from hf_dynyarn import DynamicYaRNCache, patch_llama, rotated
 
 LONG = random_ids(70)
 
@@ -144,8 +144,8 @@ class TestAFailedCallLeavesTheCacheAsItWas:
     def test_an_interrupt_while_keys_are_rotated(self, case, at, monkeypatch):
         """The rotated copy must not be taken for whole."""
         model, cache = case
-        monkeypatch.setattr(layers, "ROTATED_AT_A_TIME", 8)
-        rotate, calls = layers.rotate, []
+        monkeypatch.setattr(rotated, "ROTATED_AT_A_TIME", 8)
+        rotate, calls = rotated.rotate, []
 
         def interrupted(*args, **kwargs):
             calls.append(None)
@@ -154,7 +154,7 @@ class TestAFailedCallLeavesTheCacheAsItWas:
             return rotate(*args, **kwargs)
 
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(layers, "rotate", interrupted)
+            patched.setattr(rotated, "rotate", interrupted)
             logits_of(model, random_ids(20, seed=5), cache)
 
     def test_operations_after_a_failure(self, case):

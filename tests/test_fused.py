@@ -86,12 +86,15 @@ def test_arguments_stay_as_they_are():
 
 
 def test_gpu_without_triton_is_warned_of_once(monkeypatch):
-    fused.implementation_for.cache_clear()
+    asked = (fused.implementation_for, fused.has_kernels)
+    for one in asked:
+        one.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not fused.has_kernels("cuda")
     with pytest.warns(UserWarning, match="needs Triton, and there is none") as caught:
         ways = [fused.implementation_for("cuda") for _ in range(3)]
-    fused.implementation_for.cache_clear()
+    assert not fused.has_kernels("cuda")
+    for one in asked:
+        one.cache_clear()
     assert len(caught) == 1
     assert set(ways) == {fused.implementation_for("cpu")}
 

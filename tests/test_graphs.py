@@ -136,6 +136,8 @@ class TestTransformersExporter:
     @pytest.fixture
     def exporter(self):
         dynamo = pytest.importorskip("transformers.exporters.exporter_dynamo")
+        if not hasattr(dynamo.DynamoExporter, "export_program"):
+            pytest.skip("the installed transformers calls it otherwise")
         return lambda model, inputs, **options: dynamo.DynamoExporter().export_program(
             model, inputs, dynamo.DynamoConfig(**options)
         )

@@ -37,8 +37,8 @@ def test_more_than_the_prompt(model, cache, prompt):
         generate(model, IDS[:, :prompt], cache, new_tokens=3)
     if TRANSFORMERS >= (5, 20):
         assert refusal.match(CROP)
-    else:
-        with pytest.raises(refusal.type):  # as stock does
+    elif refusal.type is IndexError:
+        with pytest.raises(IndexError):  # generate()'s own, as for stock
             filled = DynamicCache()
             stock = tiny_llama()
             logits_of(stock, IDS[:, :40], filled)
@@ -62,7 +62,7 @@ def test_exactly_the_prompt_is_read_anew(model, cache):
     assert generate(model, IDS[:, :40], cache, new_tokens=30).tolist() == expected.tolist()
 
 
-@pytest.mark.skipif(TRANSFORMERS < (5, 20), reason="there is another way to cut chunks")
+@pytest.mark.skipif(TRANSFORMERS < (5, 23), reason="there is another way to cut chunks")
 @pytest.mark.parametrize("prompt", [25, 40])
 def test_in_chunks(model, cache, prompt):
     with pytest.raises(ValueError, match=CROP):

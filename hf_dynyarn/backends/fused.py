@@ -221,17 +221,22 @@ def implementation_for(device_type: str) -> Callable[..., torch.Tensor]:
         from .fused_triton import launch
 
         return launch
+    return _by_tiles
+
+
+@functools.cache
+def has_kernels(device_type: str) -> bool:
+    """Whether the operation is one fused kernel on a device; warns, once, where a GPU lacks it."""
+    if device_type != "cuda":
+        return False
+    if importlib.util.find_spec("triton") is not None:
+        return True
     warnings.warn(
         "decoding over un-rotated keys on a GPU needs Triton, and there is none: torch does it, "
         "many times slower and waiting for the device in each layer. pip install triton.",
         stacklevel=2,
     )
-    return _by_tiles
-
-
-def has_kernels(device_type: str) -> bool:
-    """Whether the operation is one fused kernel on a device, which reads nothing back."""
-    return device_type == "cuda" and importlib.util.find_spec("triton") is not None
+    return False
 
 
 def _by_tiles(
