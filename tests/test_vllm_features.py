@@ -4,10 +4,13 @@ These run in an environment of their own (`make test-vllm`).
 """
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from conftest import VOCABULARY, WINDOW, tiny_llama
+from families import tiny as tiny_family
 from safetensors.torch import save_file
 from test_vllm import (
     PROMPTS,
@@ -247,3 +250,44 @@ class TestDrafts:
         method = {"model": str(folder), "method": "draft_model", "num_speculative_tokens": 2}
         with pytest.raises(ValueError, match=message):
             engine(folder, block_size=32, speculative_config={**method, **speculative})
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_refused_families_that_mix_windows(tmp_path, name):
+    save(tiny_family(name), tmp_path)
+    with pytest.raises(ValueError, match=f"of the families .* got model_type '{name}'"):
+        engine(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "fp8_inc"])
+def test_refused_cache_dtype(folder, dtype):
+    with pytest.raises(ValueError, match=f"kv_cache_dtype must be .* got '{dtype}'"):
+        engine(folder, kv_cache_dtype=dtype)
+
+
+def test_bench_throughput(folder, tmp_path):
+    """VLLM's own benchmark runs, and its requests are past the window."""
+    result = tmp_path / "result.json"
+    options = {
+        "model": folder,
+        "dtype": "float32",
+        "max-model-len": 256,
+        "hf-overrides": json.dumps({"rope_parameters": ROPE}),
+        "dataset-name": "random",
+        "random-input-len": 60,
+        "random-output-len": 8,
+        "num-prompts": 4,
+        "output-json": result,
+    }
+    script = (
+        "from vllm.benchmarks.throughput import add_cli_args, main\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "parser = FlexibleArgumentParser()\n"
+        "add_cli_args(parser)\n"
+        "main(parser.parse_args())\n"
+    )
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    command = [sys.executable, "-c", script, *arguments, "--enforce-eager"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert json.loads(result.read_text())["num_requests"] == 4
