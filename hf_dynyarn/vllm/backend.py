@@ -28,7 +28,7 @@ from ..rope import rotate
 from ..rope_types import DYNAMIC_YARN
 from .kernels import decode
 from .metadata import DynamicYaRNMetadata, DynamicYaRNMetadataBuilder, Run, Singles, Tables
-from .plugin import BACKEND, interleaved, is_own_dtype
+from .plugin import BACKEND, interleaved, is_of_draft, is_own_dtype
 
 
 class DynamicYaRNBackend(AttentionBackend):
@@ -140,6 +140,7 @@ class DynamicYaRNAttention(AttentionImpl[Any]):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_size, self.scale = head_size, float(scale)
         self.kv_cache_dtype = kv_cache_dtype
+        self.of_draft = is_of_draft(vllm_config)
         self.interleaved = interleaved(vllm_config)
         size = vllm_config.cache_config.block_size
         self.scratch = Scratch.shared(num_kv_heads * -(-longest // size) * size * head_size)

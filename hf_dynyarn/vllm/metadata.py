@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from ..rope import rotary_tables
 from ..schedules import Schedule
 from .kernels import decode
-from .plugin import interleaved, schedule_of
+from .plugin import interleaved, of_layers, schedule_of
 
 # Positions that tables have room for, if the longest text is no longer: 16 MiB for heads of 64
 # numbers in float32.
@@ -195,6 +195,7 @@ class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
         vllm_config: VllmConfig,
         device: torch.device,
     ) -> None:
+        vllm_config = of_layers(vllm_config, layer_names)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.tables = Tables(vllm_config, device, spare=kv_cache_spec.block_size)
         key_heads, dim = kv_cache_spec.num_kv_heads, kv_cache_spec.head_size

@@ -3,18 +3,22 @@
 vLLM offers plug-ins a registry of operators and one of attention backends. It has no place where
 they may judge a config, allow a longer text than the model names, or, on the CPU, choose the
 backend: there, three of its public methods are wrapped. No other module depends on how vLLM works
-inside, and `TESTED` are the versions that these were seen to work with.
+inside. What they stand on is listed in `needs.py`: a version that lacks some of it is refused, and
+one that was never run warns.
 """
 
+import copy
 import json
 from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import wraps
 from inspect import getattr_static
 from typing import Any
 
 import torch
 import vllm
-from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config
+from vllm.config import ModelConfig, PassConfig, VllmConfig, get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
@@ -25,8 +29,12 @@ from ..models import head_dim as head_dim_of
 from ..options import DynamicYaRNConfig
 from ..rope_types import DYNAMIC_YARN, make_schedule
 from ..schedules import Schedule
+from .needs import missing
 
+# Versions that the tests ran on.
 TESTED = ("0.32.0",)
+
+logger = init_logger(f"vllm.{__name__}")
 
 # The families, by `model_type`, that vLLM has a class for in which all layers rotate, and alike.
 SERVED = (
@@ -50,8 +58,13 @@ BACKEND = AttentionBackendEnum.CUSTOM
 PATH = f"{__package__}.backend.DynamicYaRNBackend"
 
 # The key under which the rope parameters of a model that was taken over keep what it asks for, as
-# JSON. They reach all processes, and vLLM's keys for what it shares and compiles.
+# JSON. They reach all processes, and vLLM's keys for what it shares and compiles. A config of vLLM
+# that has it in `additional_config` is the one that a draft is built with.
 WISH = "hf_dynyarn"
+
+# How drafts may come about: those that have a model of their own, and all that were run.
+DRAFTS = ("draft_model", "eagle", "eagle3")
+METHODS = (None, "ngram", *DRAFTS)
 
 
 def register() -> None:
@@ -71,13 +84,30 @@ def register() -> None:
 
 
 def is_ours(vllm_config: VllmConfig) -> bool:
-    """Whether the engine's model was taken over."""
-    return WISH in _rope(vllm_config.model_config)
+    """Whether the model that the config builds was taken over."""
+    return WISH in _rope(_model_of(vllm_config))
+
+
+def is_of_draft(vllm_config: VllmConfig) -> bool:
+    """Whether the config is the one that a draft is built with, not the engine's."""
+    additional = vllm_config.additional_config
+    return isinstance(additional, dict) and WISH in additional
+
+
+def of_layers(vllm_config: VllmConfig, layer_names: list[str]) -> VllmConfig:
+    """The engine's config, with a draft in the place of its model if all layers are the draft's."""
+    layers = vllm_config.compilation_config.static_forward_context
+    if not all(getattr(layers[name].impl, "of_draft", False) for name in layer_names):
+        return vllm_config
+    of_draft = copy.copy(vllm_config)
+    of_draft.model_config = vllm_config.speculative_config.draft_model_config
+    of_draft.additional_config = {WISH: True}
+    return of_draft
 
 
 def schedule_of(vllm_config: VllmConfig) -> Schedule:
     """The schedule of a model that was taken over."""
-    text_config = vllm_config.model_config.hf_text_config
+    text_config = _model_of(vllm_config).hf_text_config
     return _schedule(text_config, json.loads(text_config.rope_parameters[WISH]))
 
 
@@ -88,7 +118,14 @@ def is_own_dtype(vllm_config: VllmConfig, kv_cache_dtype: str) -> bool:
 
 def interleaved(vllm_config: VllmConfig) -> bool:
     """Whether the pairs of the model's heads lie side by side."""
-    return FAMILIES[vllm_config.model_config.hf_text_config.model_type].interleaved
+    text_config = _model_of(vllm_config).hf_text_config
+    # A draft head wraps the config of its family.
+    return FAMILIES[getattr(text_config, "model", text_config).model_type].interleaved
+
+
+def fuses_rotation(name: str) -> bool:
+    """Whether a field of vLLM's `PassConfig` turns on a pass that looks for a rotation."""
+    return "rope" in name and name.startswith(("fuse_", "enable_"))
 
 
 class UnrotatedEmbedding(RotaryEmbedding):
@@ -100,6 +137,8 @@ class UnrotatedEmbedding(RotaryEmbedding):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         vllm_config = get_current_vllm_config()
+        # In a process where vLLM only unpickles its config.
+        _prepare_for_draft(vllm_config)
         self.rotates = not is_ours(vllm_config)
         if self.rotates:
             return
@@ -139,13 +178,23 @@ class UnrotatedEmbedding(RotaryEmbedding):
 
 def _allow_longer(stock: Callable[..., int], config: ModelConfig, max_model_len: int) -> int:
     """`ModelConfig.get_and_verify_max_len`: a model that stretches has no longest text."""
-    if _asks(config):
-        _check_model(config)
-        text_config = config.hf_text_config
-        if max_model_len is not None and max_model_len > 0:
-            # vLLM's own name for a length beyond `max_position_embeddings`.
-            text_config.model_max_length = max_model_len
-    return stock(config, max_model_len)
+    if not _asks(config):
+        return stock(config, max_model_len)
+    _check_model(config)
+    text_config = config.hf_text_config
+    of_draft = config.runner_type == "draft"
+    if of_draft and max_model_len is None:
+        max_model_len = config.spec_target_max_model_len
+    if max_model_len is not None and max_model_len > 0:
+        # vLLM's own name for a length beyond `max_position_embeddings`.
+        text_config.model_max_length = max_model_len
+    length = stock(config, max_model_len)
+    if of_draft:
+        # At once: vLLM then wraps the config of a head, and overwrites its window.
+        window = text_config.max_position_embeddings
+        text_config.rope_parameters.setdefault("original_max_position_embeddings", window)
+        _take_over_model(config)
+    return length
 
 
 def _take_over(stock: Callable[..., None], config: VllmConfig, *args: Any, **kwargs: Any) -> None:
@@ -155,13 +204,8 @@ def _take_over(stock: Callable[..., None], config: VllmConfig, *args: Any, **kwa
         _check_model(model_config)
         _check_engine(config)
         config.attention_config.backend = BACKEND
-        # vLLM knows no such type. Our embedding stands where it makes one of the default type.
-        rope = model_config.hf_text_config.rope_parameters
-        model_config.hf_text_config.rope_parameters = {
-            **rope,
-            "rope_type": "default",
-            WISH: json.dumps(rope),
-        }
+        _take_over_model(model_config)
+        _turn_off_fusions(config)
     elif (
         config.attention_config.backend is BACKEND
         and BACKEND.get_path() == PATH
@@ -172,6 +216,59 @@ def _take_over(stock: Callable[..., None], config: VllmConfig, *args: Any, **kwa
             f"for rope_type {DYNAMIC_YARN!r}. Leave it out."
         )
     stock(config, *args, **kwargs)
+    if model_config:
+        _prepare_for_draft(config)
+
+
+def _take_over_model(config: ModelConfig) -> None:
+    """Lets vLLM make an embedding of its default type, where ours stands: it knows no such type."""
+    rope = config.hf_text_config.rope_parameters
+    wish = {"rope_type": "default", WISH: json.dumps(rope)}
+    config.hf_text_config.rope_parameters = {**rope, **wish}
+
+
+def _turn_off_fusions(config: VllmConfig) -> None:
+    """Turns off the passes that look for a rotation in the graph, as there is none."""
+    passes = config.compilation_config.pass_config
+    for field in fields(PassConfig):
+        if fuses_rotation(field.name):
+            setattr(passes, field.name, False)
+
+
+def _prepare_for_draft(config: VllmConfig) -> None:
+    """Wraps how vLLM makes the config of a draft, once and only where there is one.
+
+    A head is built under the config of its target, in whose place only the backend is left out.
+    """
+    speculative = config.speculative_config
+    if not (speculative and speculative.method in DRAFTS):
+        return
+    if not (is_ours(config) or WISH in _rope(speculative.draft_model_config)):
+        return
+    if config.use_v2_model_runner:
+        raise ValueError(
+            f"a draft of, or for, a model of rope_type {DYNAMIC_YARN!r} must be run by vLLM's "
+            "first model runner, got its second. Set VLLM_USE_V2_MODEL_RUNNER=0, or leave the "
+            "draft out."
+        )
+    from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
+
+    method = SpecDecodeBaseProposer._create_draft_vllm_config
+    if not hasattr(method, "__wrapped__"):
+        _wrap(SpecDecodeBaseProposer, "_create_draft_vllm_config", _config_of_draft)
+
+
+def _config_of_draft(stock: Callable[..., VllmConfig], proposer: Any) -> VllmConfig:
+    """`SpecDecodeBaseProposer._create_draft_vllm_config`: marks it, and chooses its backend."""
+    config = stock(proposer)
+    if is_of_draft(config):
+        return config
+    additional = config.additional_config if isinstance(config.additional_config, dict) else {}
+    draft = config.speculative_config.draft_model_config
+    attention = config.attention_config
+    if WISH in _rope(draft):
+        attention = replace(attention, backend=BACKEND)
+    return replace(config, attention_config=attention, additional_config={**additional, WISH: True})
 
 
 def _choose_backend(
@@ -190,11 +287,7 @@ def _check_model(config: ModelConfig) -> None:
         ValueError: vLLM's version, the model or its rope parameters are not supported.
         TypeError: the rope parameters have unknown keys, or values of the wrong type.
     """
-    if vllm.__version__ not in TESTED:
-        raise ValueError(
-            f"vLLM must be of version {' or '.join(TESTED)} for rope_type {DYNAMIC_YARN!r}, got "
-            f"{vllm.__version__}. Install one of these, or leave the rope_type out."
-        )
+    _check_version()
     text_config = config.hf_text_config
     if text_config.model_type not in SERVED:
         raise ValueError(
@@ -212,7 +305,7 @@ def _check_model(config: ModelConfig) -> None:
         "one whose sliding window is disabled": config.disable_sliding_window
         and bool(getattr(text_config, "sliding_window", None)),
         "served through transformers (model_impl)": config.using_transformers_backend(),
-        f"run for {config.runner_type}": config.runner_type != "generate",
+        f"run for {config.runner_type}": config.runner_type not in ("generate", "draft"),
     }.items():
         if refused:
             raise ValueError(
@@ -226,6 +319,26 @@ def _check_model(config: ModelConfig) -> None:
             f"the same for all layers, got {rope}."
         )
     _schedule(text_config, rope)
+
+
+def _check_version() -> None:
+    """Refuses a vLLM that lacks what the plug-in stands on; warns of one that was never run.
+
+    Raises:
+        ValueError: names are missing, or take other parameters.
+    """
+    if lacks := missing():
+        raise ValueError(
+            f"vLLM must have {', '.join(lacks)} as version {' or '.join(TESTED)} has for rope_type "
+            f"{DYNAMIC_YARN!r}, got version {vllm.__version__}. Install one of these, or leave the "
+            "rope_type out."
+        )
+    if vllm.__version__ not in TESTED:
+        logger.warning_once(
+            "hf_dynyarn was run with vLLM %s, and never with %s, which has all that it stands on.",
+            " and ".join(TESTED),
+            vllm.__version__,
+        )
 
 
 def _check_engine(config: VllmConfig) -> None:
@@ -247,8 +360,17 @@ def _check_engine(config: VllmConfig) -> None:
         ("attention_backend", config.attention_config.backend, (None,)),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, (1,)),
         ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, (1,)),
-        # Draft models would use the backend too, and rotate twice.
-        ("speculative_config.method", speculative and speculative.method, (None, "ngram")),
+        (
+            "speculative_config.method",
+            speculative and speculative.method,
+            METHODS,
+        ),
+        (
+            "speculative_config.attention_backend",
+            speculative and speculative.attention_backend,
+            (None,),
+        ),
+        ("speculative_config.kv_cache_dtype", speculative and speculative.kv_cache_dtype, (None,)),
         ("kv_transfer_config", config.kv_transfer_config, (None,)),
     ):
         if got not in allowed:
@@ -262,6 +384,13 @@ def _check_engine(config: VllmConfig) -> None:
             f"{DYNAMIC_YARN!r}, got {BACKEND.get_path()} of another plug-in. Turn that one off "
             "with VLLM_PLUGINS=hf_dynyarn."
         )
+
+
+def _model_of(vllm_config: VllmConfig) -> Any:
+    """The model that the config builds."""
+    if is_of_draft(vllm_config):
+        return vllm_config.speculative_config.draft_model_config
+    return vllm_config.model_config
 
 
 def _schedule(text_config: Any, rope: dict[str, Any]) -> Schedule:
@@ -284,7 +413,9 @@ def _rope(config: ModelConfig | None) -> dict[str, Any]:
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    """Puts `wrapper(stock, ...)` in the place of a method."""
+    """Puts `wrapper(stock, ...)` in the place of a method, if there is one: see `needs.py`."""
+    if not hasattr(owner, name):
+        return
     method = getattr_static(owner, name)
     stock = getattr(owner, name)
 
