@@ -60,6 +60,17 @@ def ordinary_tensors() -> Iterator[None]:
         yield
 
 
+def writable(held: dict[str, Any]) -> dict[str, Any]:
+    """The same, but that tensors of inference mode are copied into ordinary ones."""
+    with ordinary_tensors():
+        return {
+            name: value.clone()
+            if isinstance(value, torch.Tensor) and value.is_inference()
+            else value
+            for name, value in held.items()
+        }
+
+
 def kind_of(states: torch.Tensor) -> tuple[object, ...]:
     """Dtype, batch, heads and head dimension, with which states can be put beside each other."""
     return (states.dtype, *states.shape[:2], states.shape[-1])

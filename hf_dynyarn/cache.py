@@ -84,9 +84,15 @@ class DynamicYaRNCache(Cache):
     def __new__(
         cls, *args: Any, max_cache_len: int | None = None, **kwargs: Any
     ) -> "DynamicYaRNCache":
-        made: DynamicYaRNCache = super().__new__(
-            cls if max_cache_len is None else cls._of_fixed_size
-        )
+        kind = cls
+        if max_cache_len is not None and not issubclass(cls, cls._of_fixed_size):
+            if cls is not DynamicYaRNCache:
+                raise TypeError(
+                    f"max_cache_len must be left out of a {cls.__name__}, whose base class grows, "
+                    f"got {max_cache_len!r}. Derive it from {cls._of_fixed_size.__name__}."
+                )
+            kind = cls._of_fixed_size
+        made: DynamicYaRNCache = super().__new__(kind)
         return made
 
     def __init__(
@@ -164,6 +170,9 @@ class DynamicYaRNCache(Cache):
         """Whether the forward call that `begin` was told of is this one, and goes on."""
         return self._forward is not None and self._forward() is forward
 
+    def _is_open(self) -> bool:
+        return self._forward is not None and self._forward() is not None
+
     def close(self) -> None:
         """Ends a forward call that failed: the cache stays as it was before."""
         self._forward = None
@@ -231,7 +240,7 @@ class DynamicYaRNCache(Cache):
             TypeError: the model is not patched, so that the keys would be rotated ones.
             ValueError: the new keys do not fit those held.
         """
-        if self._forward is None or self._forward() is None:
+        if not self._is_open():
             if torch._C._current_graph_task_id() == -1:
                 raise TypeError(UNPATCHED)
             # In a backward pass: a layer runs again, as under checkpointing. What it appended when
@@ -245,15 +254,7 @@ class DynamicYaRNCache(Cache):
         while len(self.layers) <= layer_idx:
             self.layers.append(DynamicYaRNLayer(self.rotated_copy, owner=self))
         layer = self.layers[layer_idx]
-        new = {"keys": key_states, "values": value_states} if layer.is_initialized else {}
-        for name, states in new.items():
-            held = kind_of(getattr(layer, name))
-            if held != kind_of(states):
-                raise ValueError(
-                    f"new {name} must have the dtype, batch, heads and head_dim of those in the "
-                    f"cache, {held}, got {kind_of(states)}. Start a new DynamicYaRNCache, or call "
-                    "the model as it was called before."
-                )
+        check_alike(layer, key_states, value_states)
         if layer.is_initialized and layer.keys.device != key_states.device:
             # Loaded, or moved by `to`, while the layers of a model may be on several devices.
             layer.to(key_states.device)
@@ -333,7 +334,7 @@ class DynamicYaRNCache(Cache):
         Raises:
             TypeError: not a device. A cache keeps the dtype of the model that filled it.
         """
-        if self._forward is not None and self._forward() is not None:
+        if self._is_open():
             # A hook of accelerate that moves whatever has a `to` to the device of each layer.
             return self
         if device is None:  # as that hook has it for a model as a whole
@@ -392,6 +393,13 @@ class DynamicYaRNCache(Cache):
             ValueError: layers were taken out from between those of the model that filled it.
         """
         self.check_layers()
+        missing = [index for index, layer in enumerate(self.layers) if not layer.is_initialized]
+        if missing and self.get_seq_length():
+            raise ValueError(
+                "a cache must hold keys of each layer up to the last to be saved, got none for "
+                f"layer {missing[0]}, which the model does not have. Number its layers anew: set "
+                "the layer_idx of each attention."
+            )
         return storage.to_plain(self._contents())
 
     @classmethod
@@ -420,13 +428,6 @@ class DynamicYaRNCache(Cache):
 
     def _contents(self) -> storage.Contents:
         length = self._length
-        missing = [i for i, layer in enumerate(self.layers) if length and not layer.is_initialized]
-        if missing:
-            raise ValueError(
-                "a cache must hold keys of each layer up to the last to be saved, got none for "
-                f"layer {missing[0]}, which the model does not have. Number its layers anew: set "
-                "the layer_idx of each attention."
-            )
         return storage.Contents(
             schedule=self.schedule if length else None,
             packed=self.packed,
@@ -516,6 +517,24 @@ class DynamicYaRNCache(Cache):
                 )
             seen.add(id(layer))
             layer.check(name, rows, self._length)
+
+
+def check_alike(layer: Any, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    """Checks that keys and values, `(B, Hkv, T, D)` each, can lie beside those of a layer.
+
+    Raises:
+        ValueError: the new ones do not fit those held.
+    """
+    if not layer.is_initialized:
+        return
+    for name, states in (("keys", key_states), ("values", value_states)):
+        held = kind_of(getattr(layer, name))
+        if held != kind_of(states):
+            raise ValueError(
+                f"new {name} must have the dtype, batch, heads and head_dim of those in the "
+                f"cache, {held}, got {kind_of(states)}. Start a new DynamicYaRNCache, or call "
+                "the model as it was called before."
+            )
 
 
 def _check_device(device: Any) -> None:

@@ -23,12 +23,16 @@ from .static import StaticYaRNCache
 from .versions import CACHE_KEYWORDS, CHECKPOINTING_NEEDS_GRADIENTS, INPUTS_OF_MASKS
 
 
+def given_cache(kwargs: dict[str, Any]) -> Any:
+    """The cache that a call was given, under whichever of its names; None for none."""
+    return next((kwargs[name] for name in CACHE_KEYWORDS if kwargs.get(name) is not None), None)
+
+
 def cache_of_call(
     decoder: PreTrainedModel, kwargs: dict[str, Any], schedule: Schedule, batch: int
 ) -> Any:
-    """Takes the cache out of `kwargs` and checks it; makes one where a stock model would."""
-    given = [kwargs.pop(name) for name in CACHE_KEYWORDS if name in kwargs]
-    cache: Any = next((cache for cache in given if cache is not None), None)
+    """Checks the cache that a call was given; makes one where a stock model would."""
+    cache = given_cache(kwargs)
     if isinstance(cache, DynamicYaRNCache):
         check_fits(cache, schedule, batch, len(decoder.layers), *key_heads(decoder.config))
     elif cache is not None:
@@ -118,7 +122,7 @@ class WithoutMasks:
         self.stock = stock
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        cache = next((kwargs[name] for name in CACHE_KEYWORDS if name in kwargs), None)
+        cache = given_cache(kwargs)
         if not isinstance(cache, StaticCache | StaticYaRNCache):
             return self.stock(*args, **kwargs)
         mask = kwargs.get("attention_mask")

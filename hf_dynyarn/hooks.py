@@ -26,6 +26,7 @@ from .handover import (
     cache_of_call,
     check_shapes,
     drop_kept_cache,
+    given_cache,
     option,
     stand_in,
 )
@@ -173,7 +174,7 @@ class Patch:
         given = [kwargs[name] for name in INPUTS if kwargs.get(name) is not None]
         if len(given) != 1:
             return (), kwargs  # the decoder's own error says it best
-        if any(is_paged(kwargs.get(name)) for name in CACHE_KEYWORDS):
+        if is_paged(given_cache(kwargs)):
             refuse_continuous_batching(decoder)
         check_causal(decoder.config, kwargs)
         if self._is_step(decoder, given[0], kwargs):
@@ -218,9 +219,7 @@ class Patch:
         self, decoder: PreTrainedModel, inputs: torch.Tensor, kwargs: dict[str, Any]
     ) -> bool:
         """Whether a call goes on in a cache of fixed size, with few tokens and nothing special."""
-        cache = next(
-            (kwargs[name] for name in CACHE_KEYWORDS if kwargs.get(name) is not None), None
-        )
+        cache = given_cache(kwargs)
         return (
             isinstance(cache, StaticYaRNCache)
             and isinstance(inputs, torch.Tensor)
@@ -237,7 +236,7 @@ class Patch:
             check_own_code(decoder, layers)
             check_rotary(decoder)
         windows = masked_windows(decoder)
-        cache = next(kwargs[name] for name in CACHE_KEYWORDS if kwargs.get(name) is not None)
+        cache = given_cache(kwargs)
         check_shapes(cache, len(decoder.layers), *key_heads(decoder.config))
         step = make_step(
             cache=cache,

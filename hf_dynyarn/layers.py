@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from .buffers import WeakLink, ordinary_tensors, with_room
+from .buffers import WeakLink, kind_of, ordinary_tensors, with_room, writable
 from .graphs import mark_static
 from .rotated import RotatedKeys
 
@@ -243,19 +243,19 @@ class StaticYaRNLayer(CacheLayerMixin):
         self._values = _nothing("values", values)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Makes the buffers, for states like these, `(B, Hkv, T, D)` each."""
+        """Makes buffers for states like these, `(B, Hkv, T, D)` each, unless those there fit."""
         self.max_batch_size = key_states.shape[0]
         with ordinary_tensors():
-            self._keys, self._values = (
-                torch.zeros(
-                    (*states.shape[:2], self.max_cache_len + 1, states.shape[-1]),
-                    dtype=states.dtype,
-                    device=states.device,
-                )
-                for states in (key_states, value_states)
-            )
+            self._keys = self._buffer(self._keys, key_states)
+            self._values = self._buffer(self._values, value_states)
         mark_static(self._keys, self._values)
         self.is_initialized = True
+
+    def _buffer(self, there: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor:
+        if there is not None and (there.device, kind_of(there)) == (states.device, kind_of(states)):
+            return there
+        shape = (*states.shape[:2], self.max_cache_len + 1, states.shape[-1])
+        return torch.zeros(shape, dtype=states.dtype, device=states.device)
 
     def write(
         self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor
@@ -266,20 +266,30 @@ class StaticYaRNLayer(CacheLayerMixin):
             buffer.transpose(1, 2)[rows, slots] = states.transpose(1, 2)
 
     def append(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor, past: int
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        slots: torch.Tensor,
+        unused: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes likewise; returns the first `past` slots and behind them what was written."""
+        """Writes likewise; returns the first slots and behind them what was written.
+
+        `unused`, `(B, P)`, is true of those of the first slots that hold nothing of their row. They
+        are given as 0: no mask hides what is no number, and may be left of another text.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         elif self._keys.device != key_states.device:
             self.to(key_states.device)
         self.write(key_states, value_states, slots)
+        past = unused.shape[1]
         if past == 0:
             return key_states, value_states
-        return (
-            torch.cat((self._keys[:, :, :past], key_states), dim=2),
-            torch.cat((self._values[:, :, :past], value_states), dim=2),
-        )
+        keys = torch.cat((self._keys[:, :, :past], key_states), dim=2)
+        values = torch.cat((self._values[:, :, :past], value_states), dim=2)
+        for states in (keys, values):
+            states[:, :, :past].masked_fill_(unused[:, None, :, None], 0)
+        return keys, values
 
     def columns(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of tokens at positions `(B, T)`, 0 where padding: `(B, Hkv, T, D)`."""
@@ -292,6 +302,8 @@ class StaticYaRNLayer(CacheLayerMixin):
 
     def select(self, rows: torch.Tensor) -> None:
         """Row `i` becomes what row `rows[i]` was."""
+        if self._keys is None:
+            return  # of an index that the model has no layer for
         rows = rows.to(self._keys.device)
         if len(rows) == len(self._keys):
             self._keys.copy_(self._keys[rows])
@@ -303,8 +315,17 @@ class StaticYaRNLayer(CacheLayerMixin):
 
     def to(self, device: torch.device | str | int) -> None:
         """Moves the keys and the values."""
-        self._keys, self._values = self._keys.to(device), self._values.to(device)
+        if self._keys is None:
+            return
+        with ordinary_tensors():
+            self._keys, self._values = self._keys.to(device), self._values.to(device)
         mark_static(self._keys, self._values)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, which may be made in inference mode."""
+        self.__dict__ |= writable(state)
+        if self._keys is not None:
+            mark_static(self._keys, self._values)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Raises a TypeError: the cache knows the slots."""

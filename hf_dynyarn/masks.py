@@ -169,17 +169,22 @@ def widest_gap(visible: torch.Tensor) -> torch.Tensor:
     return between.sum(-1).amax()
 
 
+def check_kind(attention_mask: object) -> None:
+    """Raises a TypeError unless a mask is a tensor."""
+    if not isinstance(attention_mask, torch.Tensor):
+        raise TypeError(
+            f"attention_mask must be a torch.Tensor or None, got {type(attention_mask).__name__}. "
+            "Pass one of these, or leave a model unpatched that makes others of its images."
+        )
+
+
 def split_mask(
     attention_mask: torch.Tensor | None, batch: int, length: int, total: int, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Checks the caller's mask; returns it as `(padding, None)` if 2-D, `(None, mask)` if 4-D."""
     if attention_mask is None:
         return None, None
-    if not isinstance(attention_mask, torch.Tensor):
-        raise TypeError(
-            f"attention_mask must be a torch.Tensor or None, got {type(attention_mask).__name__}. "
-            "Pass one of these, or leave a model unpatched that makes others of its images."
-        )
+    check_kind(attention_mask)
     shape = tuple(attention_mask.shape)
     if shape == (batch, total):
         return attention_mask.to(device=device, dtype=torch.bool), None

@@ -15,7 +15,7 @@ from torch import nn
 from .cache import DynamicYaRNCache
 from .documents import check_bounds, positions_within
 from .masks import Masks, split_mask, widest_gap
-from .positions import document_starts, last_positions
+from .positions import check_position_ids, document_starts, last_positions
 from .rotated import RotatedKeys
 from .schedules import Schedule
 from .segments import Segment, cut_into_segments, if_all_is_held, new_starts, told_apart
@@ -257,13 +257,7 @@ def _positions(
     if position_ids is None:
         count = held.new_ones((batch, length)) if padding is None else padding[:, past:]
         return newest, newest[:, None] + count.cumsum(-1)
-    if not isinstance(position_ids, torch.Tensor) or position_ids.is_floating_point():
-        raise TypeError(f"position_ids must be an integer torch.Tensor, got {position_ids!r}.")
-    if tuple(position_ids.shape) not in ((1, length), (batch, length)):
-        raise ValueError(
-            f"position_ids must be (batch or 1, new tokens) = {(batch, length)}, got "
-            f"{tuple(position_ids.shape)}.{'' if position_ids.numel() else if_all_is_held(past)}"
-        )
+    check_position_ids(position_ids, batch, length, past)
     return newest, position_ids.to(held).expand(batch, length)
 
 

@@ -1,11 +1,15 @@
 """Positions of held tokens, `(B, T)`, -1 where padding: which is newest, where documents start."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
+from .buffers import ordinary_tensors, writable
 from .graphs import mark_static
+from .masks import check_kind
+from .segments import if_all_is_held
 
 
 def last_positions(positions: torch.Tensor) -> torch.Tensor:
@@ -37,6 +41,28 @@ def document_starts(positions: torch.Tensor) -> torch.Tensor:
     before = nn.functional.pad(newest[:, :-1], (1, 0), value=-1)
     expected = torch.where(before < 0, 0, positions.gather(1, before.clamp(min=0)) + 1)
     return (positions >= 0) & (positions != expected)
+
+
+def check_position_ids(position_ids: Any, batch: int, length: int, past: int = 0) -> None:
+    """Checks the kind and the shape of the positions that a call gives.
+
+    Args:
+        position_ids: of the call.
+        batch: rows of the call.
+        length: new tokens of each.
+        past: tokens held, for the remedy where there are no positions.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: they are not `(B or 1, T)`.
+    """
+    if not isinstance(position_ids, torch.Tensor) or position_ids.is_floating_point():
+        raise TypeError(f"position_ids must be an integer torch.Tensor, got {position_ids!r}.")
+    if tuple(position_ids.shape) not in ((1, length), (batch, length)):
+        raise ValueError(
+            f"position_ids must be (batch or 1, new tokens) = {(batch, length)}, got "
+            f"{tuple(position_ids.shape)}.{'' if position_ids.numel() else if_all_is_held(past)}"
+        )
 
 
 class StaticPositions:
@@ -81,6 +107,7 @@ class StaticPositions:
             `(B, T)`, -1 where padding.
 
         Raises:
+            TypeError: the mask or the positions are of another type.
             ValueError: there is no room, or the mask or the positions do not fit the cache.
         """
         room = self.columns.shape[1]
@@ -95,6 +122,7 @@ class StaticPositions:
             valid = _new_part(mask, self, tokens)
             new = torch.where(valid, self.lengths[:, None] + valid.cumsum(-1) - 1, -1)
         if position_ids is not None:
+            check_position_ids(position_ids, len(new), tokens)
             _require(
                 ((position_ids.to(new.device) == new) | (new < 0)).all(),
                 lambda: f"{position_ids.tolist()} where it goes on at {new.tolist()}",
@@ -116,7 +144,8 @@ class StaticPositions:
 
         None where none does.
         """
-        slots = torch.arange(int(self.lengths.max()), device=self.lengths.device)
+        most = int(self.lengths.max()) if len(self.lengths) else 0
+        slots = torch.arange(most, device=self.lengths.device)
         return torch.where(slots < self.lengths[:, None], slots, -1) if len(slots) else None
 
     def select(self, rows: torch.Tensor) -> None:
@@ -126,9 +155,15 @@ class StaticPositions:
 
     def to(self, device: torch.device | str | int) -> None:
         """Moves all of it."""
-        self.columns, self.lengths, self.count = (
-            part.to(device) for part in (self.columns, self.lengths, self.count)
-        )
+        with ordinary_tensors():
+            self.columns, self.lengths, self.count = (
+                part.to(device) for part in (self.columns, self.lengths, self.count)
+            )
+        self._mark()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, which may be made in inference mode."""
+        self.__dict__ |= writable(state)
         self._mark()
 
     def _mark(self) -> None:
@@ -143,8 +178,9 @@ class StaticPositions:
 
 def _new_part(mask: torch.Tensor, held: StaticPositions, tokens: int) -> torch.Tensor:
     """What a mask says of the new tokens, `(B, T)` bool; it must agree on those held."""
-    rows = held.columns.shape[0]
-    if mask.dim() != 2 or mask.shape[0] != rows or mask.shape[1] < tokens:
+    check_kind(mask)
+    rows, room = held.columns.shape
+    if mask.dim() != 2 or mask.shape[0] != rows or not tokens <= mask.shape[1] <= room + tokens:
         raise ValueError(
             "attention_mask over a cache with max_cache_len must be (batch, new tokens) or (batch, "
             f"tokens in the cache + new tokens), got {tuple(mask.shape)} for {rows} rows of "

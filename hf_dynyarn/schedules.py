@@ -74,6 +74,9 @@ class Schedule(ABC):
                 f"fine-tuned with, got {self.max_scale}. Raise it, or pass finetuned=False."
             )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Schedule":
+        return self  # nothing in it changes, and a graph that knows it serves copies of a cache
+
     @classmethod
     def fields_of(
         cls, rope: dict[str, Any], rotary_dim: int, options: DynamicYaRNConfig

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from . import storage
+from .backends import fused
 from .buffers import ordinary_tensors
-from .cache import DynamicYaRNCache
+from .cache import DynamicYaRNCache, check_alike
 from .layers import StaticYaRNLayer
 from .positions import StaticPositions
 from .schedules import Schedule
@@ -97,12 +98,15 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
         return self.held.count if torch.compiler.is_compiling() else self._count()
 
     def takes_step(self, rows: int, schedule: Schedule) -> bool:
-        """Whether the buffers are there, and those of a model with that schedule and batch."""
+        """Whether the buffers are there, of a model with that schedule and batch, for the kernel.
+
+        What that one lacks, such as float64, is planned.
+        """
         return (
             self.held is not None
-            and len(self.layers) > 0
             and self.held.columns.shape[0] == rows
             and self.schedule == schedule
+            and all(fused.takes(one.keys, one.values) for one in self.layers if one.is_initialized)
         )
 
     def begin_step(self, step: Any) -> None:
@@ -150,11 +154,13 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
                 "packed ones. Use a DynamicYaRNCache() that grows, or rows of a batch."
             )
         rows, tokens = inputs.shape[:2]
-        held = self.held
-        if held is None or (not self._count() and len(held.columns) != rows):
+        if not self._count():
+            self._vacate()
+        if self.held is None or len(self.held.columns) != rows:
             self.layers = []
             with ordinary_tensors():
-                held = self.held = StaticPositions(rows, self._room, inputs.device)
+                self.held = StaticPositions(rows, self._room, inputs.device)
+        held = self.held
         new = held.following(tokens, mask, position_ids)
         slots = held.by_slot()
         if mask is not None or (slots is not None and (slots < 0).any()):
@@ -165,13 +171,17 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
     def begin(self, forward: Any) -> None:
         super().begin(forward)
         self._slots = torch.where(forward.new < 0, self._room, forward.new)
-        self._past = forward.past
+        self._unused = forward.held < 0
 
     def commit(self, positions: torch.Tensor, schedule: Schedule, packed: bool) -> None:
         self._check_left_alone()
+        while not self.layers[-1].is_initialized:
+            self.layers.pop()  # of the model that filled the cache before it was emptied
         self.filled.append(positions)
         if self.schedule != schedule:
-            self.schedule, self.constants = schedule, schedule.constants(positions.device)
+            with ordinary_tensors():
+                self.constants = schedule.constants(positions.device)
+        self.schedule = schedule  # the very one of the model, which graphs go by
         self._forward = None
 
     def update(
@@ -199,7 +209,7 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
             TypeError: the model is not patched, so that the keys would be rotated ones.
             ValueError: gradients are wanted, or the new keys do not fit those held.
         """
-        if self._in_step and (torch.compiler.is_compiling() or self._forward is not None):
+        if self._in_step and (torch.compiler.is_compiling() or self._is_open()):
             return key_states, value_states
         return super().update(key_states, value_states, layer_idx)
 
@@ -215,19 +225,24 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
         while len(self.layers) <= layer_idx:
             self.layers.append(StaticYaRNLayer(self._room))
         layer: StaticYaRNLayer = self.layers[layer_idx]
-        slots = self._slots.to(key_states.device)
-        return layer.append(key_states, value_states, slots, self._past)
+        check_alike(layer, key_states, value_states)
+        device = key_states.device
+        slots, unused = self._slots.to(device), self._unused.to(device)
+        return layer.append(key_states, value_states, slots, unused)
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         self._drop_uncommitted()
         if self.held is not None:
             self.held.shorten(cropped_length(self._count(), *args, **kwargs))
+            if not self._count():
+                self._vacate()
 
     def reset(self) -> None:
-        """Empties the cache; its buffers stay where they are."""
+        """Empties the cache, whatever filled it; buffers that fit what comes next stay in place."""
         self._drop_uncommitted()
         if self.held is not None:
             self.held.shorten(0)
+        self._vacate()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """All tensors that a step reads and writes, by name.
@@ -277,14 +292,15 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
         if contents.positions is None or contents.schedule is None:
             return
         positions = contents.positions.to(device)
-        self.held = StaticPositions(len(positions), self._room, positions.device)
+        with ordinary_tensors():
+            self.held = StaticPositions(len(positions), self._room, positions.device)
         self.held.append(positions)
         self.schedule = contents.schedule
         self.constants = contents.schedule.constants(positions.device)
         slots = torch.where(positions < 0, self._room, positions)
         for keys, values in contents.layers:
             layer = StaticYaRNLayer(self._room)
-            layer.append(keys.to(device), values.to(device), slots, 0)
+            layer.append(keys.to(device), values.to(device), slots, slots[:, :0] > 0)
             self.layers.append(layer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StaticYaRNCache":
@@ -298,6 +314,12 @@ class StaticYaRNCache(DynamicYaRNCache, of_fixed_size=True):
     def _clear(self) -> None:
         super()._clear()
         self.held, self.constants = None, ()
+
+    def _vacate(self) -> None:
+        """Makes the cache anybody's: the next call is planned, and takes the buffers that fit."""
+        self.schedule, self.constants = None, ()
+        for layer in self.layers:
+            layer.is_initialized = False
 
     def _count(self) -> int:
         return 0 if self.held is None else int(self.held.count)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .backends import fused
+from .cache import check_alike
 from .schedules import Schedule
 from .static import StaticYaRNCache
 
@@ -70,6 +71,7 @@ class Step:
         """
         window = told if self.windows is None else self.windows[layer.layer_idx]
         held = self.cache.layers[layer.layer_idx]
+        check_alike(held, key, value)
         slots = torch.where(self.new < 0, held.max_cache_len, self.new).to(key.device)
         held.write(key, value, slots)
         if self.order is not None:

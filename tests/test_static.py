@@ -1,6 +1,7 @@
 """A cache of fixed size: the contract, its operations, its graphs, its refusals."""
 
 import copy
+import pickle
 from threading import Thread
 
 import pytest
@@ -58,6 +59,24 @@ class TestContract:
         patch_llama(model, rescale_every=STEP)
         expected = logits_of(model, text, use_cache=False)
         assert_close(in_chunks(model, text, [30, 1, 1, 9, 9], static()), expected)
+
+    @pytest.mark.parametrize("change", ["float64", "heads of 320 numbers"])
+    def test_what_the_kernel_lacks(self, change):
+        model = tiny_llama(head_dim=320) if "320" in change else tiny_llama().double()
+        patch_llama(model, rescale_every=STEP)
+        expected = logits_of(model, TEXT, use_cache=False)
+        assert_close(in_chunks(model, TEXT, [40, 1, 9, 40], static()), expected)
+
+    def test_keys_and_values_of_two_dtypes(self):
+        """As autocast has them where keys are normed."""
+        model = tiny("qwen3")
+        patch_llama(model, rescale_every=STEP)
+        with torch.autocast("cpu", torch.bfloat16):
+            growing, fixed = (
+                in_chunks(model, TEXT, [40, 1, 9, 40], cache)
+                for cache in (DynamicYaRNCache(rotated_copy=False), static())
+            )
+        assert_close(fixed, growing)
 
     @pytest.mark.parametrize("second", ["left", "right"])
     def test_every_row_is_its_solo_run(self, model, second):
@@ -223,11 +242,90 @@ class TestOperations:
         assert_close(in_chunks(model, TEXT[:, 5:40], [20, 15], cache), expected)
         assert cache.layers[0]._keys is buffer
 
+    def test_what_is_left_of_a_text_does_not_matter(self, model):
+        cache = static()
+        logits_of(model, random_ids(60, rows=2), cache)
+        for layer in cache.layers:
+            layer.keys.fill_(torch.nan)
+            layer.values.fill_(torch.inf)
+        cache.reset()
+        ids, mask = left_padded([random_ids(50)[0], random_ids(21, seed=1)[0]])
+        caches = DynamicYaRNCache(), cache
+        for each in caches:
+            logits_of(model, ids, each, attention_mask=mask)
+        self.assert_go_on_alike(model, caches)
+
+    @pytest.mark.parametrize("tokens", [5, 30])
+    @pytest.mark.parametrize(
+        "change",
+        [{"num_hidden_layers": 2}, {"num_hidden_layers": 4}, {"num_key_value_heads": 4}],
+        ids=str,
+    )
+    def test_reset_is_for_any_model(self, model, change, tokens):
+        cache = static()
+        logits_of(model, TEXT, cache)
+        cache.reset()
+        other = tiny_llama(**change)
+        patch_llama(other, rescale_every=STEP + 1)
+        expected = logits_of(other, TEXT, use_cache=False)
+        assert_close(in_chunks(other, TEXT, [tokens, 1, 89 - tokens], cache), expected)
+
+    def test_reset_is_for_any_dtype(self, model):
+        cache = static()
+        logits_of(model, TEXT, cache)
+        cache.reset()
+        logits_of(model.bfloat16(), TEXT, cache)
+        assert cache.layers[0].keys.dtype == torch.bfloat16
+
+    @pytest.mark.parametrize("tokens", [5, 30])
+    def test_a_failed_call_leaves_a_reset_cache_empty(self, model, tokens, monkeypatch):
+        def fails(*args, **kwargs):
+            raise RuntimeError("in the middle")
+
+        cache = static()
+        logits_of(model, TEXT, cache)
+        cache.reset()
+        with monkeypatch.context() as broken:
+            broken.setattr(model.model.layers[0].mlp, "forward", fails)
+            with pytest.raises(RuntimeError, match="in the middle"):
+                logits_of(model, random_ids(30, rows=2), cache)
+        ids = random_ids(tokens, rows=2)
+        assert_close(logits_of(model, ids, cache), logits_of(model, ids, use_cache=False))
+
+    def test_of_a_model_without_its_first_layer(self, model):
+        unpatch_llama(model)
+        del model.model.layers[0]
+        patch_llama(model, rescale_every=STEP)
+        caches = DynamicYaRNCache(), static()
+        for cache in caches:
+            logits_of(model, random_ids(40, rows=2), cache)
+            cache.to("cpu")
+            cache.reorder_cache(torch.tensor([1, 0]))
+            cache.batch_select_indices(torch.tensor([1]))
+            with pytest.raises(ValueError, match="got none for layer 0"):
+                cache.state_dict()
+        self.assert_go_on_alike(model, caches)
+
     @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy], ids=["deep", "shallow"])
     def test_copies_are_apart(self, model, filled, copied):
         twin = copied(filled[1])
         logits_of(model, random_ids(3, rows=2), twin)
         self.assert_go_on_alike(model, filled)
+
+    @pytest.mark.parametrize(
+        "made",
+        [
+            copy.deepcopy,
+            lambda cache: pickle.loads(pickle.dumps(cache)),
+            lambda cache: DynamicYaRNCache.from_state_dict(cache.state_dict()),
+        ],
+        ids=["copied", "pickled", "loaded"],
+    )
+    def test_made_in_inference_mode(self, model, filled, made):
+        """Buffers of inference mode could not be written to outside it."""
+        with torch.inference_mode():
+            twin = made(filled[1])
+        self.assert_go_on_alike(model, (filled[0], twin))
 
     def test_saved_and_loaded(self, model, filled, tmp_path):
         filled[1].save(tmp_path / "cache.safetensors")
@@ -261,6 +359,26 @@ class TestGraphs:
             for token in random_ids(64, rows=2, seed=2).split(1, 1):
                 expected = logits_of(model, token, growing)
                 assert_close(logits_of(compiled, token, fixed), expected)
+        assert counter.frame_count == 1
+
+    @pytest.mark.parametrize("made", ["copied", "loaded", "in inference mode"])
+    def test_the_same_for_a_cache_made_otherwise(self, model, made):
+        torch._dynamo.reset()
+        counter = CompileCounter()
+        compiled = torch.compile(model, fullgraph=True, backend=counter)
+        caches = [static(), static()]
+        logits_of(model, TEXT[:, :40], caches[0])
+        if made == "copied":
+            caches[1] = copy.deepcopy(caches[0])
+        elif made == "loaded":
+            caches[1] = DynamicYaRNCache.from_state_dict(caches[0].state_dict())
+            logits_of(model, TEXT[:, 40:60], caches[1])
+        else:
+            with torch.inference_mode():
+                model(TEXT[:, :40], **{CACHE: caches[1]})
+        for cache in caches:
+            for token in TEXT[:, 60:63].split(1, 1):
+                logits_of(compiled, token, cache)
         assert counter.frame_count == 1
 
     def test_what_does_not_fit_stops_a_step_before_it_writes(self, model):
@@ -315,6 +433,22 @@ class TestRefused:
         with pytest.raises(error, match=what):
             DynamicYaRNCache(**options)
 
+    def test_a_class_that_grows(self):
+        class Own(DynamicYaRNCache):
+            pass
+
+        with pytest.raises(TypeError, match=r"must be left out of a Own.*from StaticYaRNCache"):
+            Own(max_cache_len=8)
+
+    def test_a_class_of_its_own(self, model):
+        class Own(StaticYaRNCache):
+            pass
+
+        expected = logits_of(model, TEXT, use_cache=False)
+        cache = Own(max_cache_len=ROOM)
+        assert_close(in_chunks(model, TEXT, [80, 10], cache), expected)
+        assert type(copy.deepcopy(cache)) is Own
+
     @pytest.mark.parametrize("tokens", [10, 40])
     def test_a_text_that_has_no_room(self, model, tokens):
         cache = static(50)
@@ -353,6 +487,45 @@ class TestRefused:
             four = torch.ones(1, 1, tokens, 20 + tokens, dtype=torch.bool)
             logits_of(model, TEXT[:, :tokens], cache, attention_mask=four)
 
+    @pytest.mark.parametrize("tokens", [1, 30])
+    def test_another_dtype(self, model, tokens):
+        cache = static()
+        logits_of(model, TEXT[:, :20], cache)
+        with (
+            pytest.raises(ValueError, match=r"must have the dtype.*got \(torch.bfloat16"),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            logits_of(model, TEXT[:, 20 : 20 + tokens], cache)
+        assert_close(
+            logits_of(model, TEXT[:, 20:50], cache),
+            logits_of(model, TEXT[:, :50], use_cache=False)[:, 20:],
+        )
+
+    @pytest.mark.parametrize("tokens", [4, 20])
+    @pytest.mark.parametrize(
+        ("given", "error", "what"),
+        [
+            ({"position_ids": [[20]]}, TypeError, "must be an integer torch.Tensor"),
+            ({"position_ids": torch.ones(1, 4)}, TypeError, "must be an integer torch.Tensor"),
+            ({"position_ids": torch.arange(3)[None]}, ValueError, "must be .batch or 1, new"),
+            ({"position_ids": torch.tensor(20)}, ValueError, "must be .batch or 1, new"),
+            ({"attention_mask": [[1]]}, TypeError, "must be a torch.Tensor or None, got list"),
+            ({"attention_mask": torch.ones(1, 999)}, ValueError, r"must be \(batch, new tokens"),
+        ],
+        ids=["list", "floats", "short", "number", "list as mask", "wide mask"],
+    )
+    def test_other_kinds_and_shapes(self, model, tokens, given, error, what):
+        cache = static()
+        logits_of(model, TEXT[:, :20], cache)
+        with pytest.raises(error, match=what):
+            logits_of(model, TEXT[:, :tokens], cache, **given)
+        assert cache.get_seq_length() == 20
+
+    @pytest.mark.parametrize("shape", [(0, 5), (1, 0)])
+    def test_no_tokens(self, model, shape):
+        with pytest.raises(ValueError, match="at least one row and at least one token"):
+            logits_of(model, torch.ones(shape, dtype=torch.long), static())
+
     def test_the_schedule_of_a_call(self):
         model = tiny_llama()
         patch_llama(model, schedule="forward")
@@ -381,6 +554,23 @@ class TestRefused:
         unpatch_llama(model)
         with pytest.raises(TypeError, match="must be used with a patched model"):
             logits_of(model, TEXT[:, :1], cache)
+
+    def test_an_unpatched_model_after_an_interrupted_step(self, model):
+        """With a mask of its own, of which the cache is not asked."""
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        cache = static()
+        logits_of(model, TEXT[:, :20], cache)
+        hook = model.model.norm.register_forward_pre_hook(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            logits_of(model, TEXT[:, 20:21], cache)
+        hook.remove()
+        unpatch_llama(model)
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        with pytest.raises(TypeError, match="must be used with a patched model"):
+            logits_of(model, TEXT[:, 20:21], cache, attention_mask=mask)
 
     def test_other_options(self, model):
         cache = static()
@@ -414,13 +604,13 @@ class TestRefused:
         assert cache.positions[0].tolist() == list(range(39))
 
     def test_a_step_in_a_second_thread(self, model):
-        cache, errors = static(), []
+        cache, refused = static(), []
         logits_of(model, TEXT[:, :40], cache)
 
         def step_elsewhere(*_):
             with pytest.raises(ValueError, match="in one forward call at a time"):
                 logits_of(model, TEXT[:, 40:41], cache)
-            errors.append(True)
+            refused.append(True)
 
         def elsewhere(*_):
             hook.remove()
@@ -430,5 +620,5 @@ class TestRefused:
 
         hook = model.model.layers[1].register_forward_pre_hook(elsewhere)
         logits_of(model, TEXT[:, 40:41], cache)
-        assert errors == [True]
+        assert refused == [True]
         assert cache.get_seq_length() == 41

@@ -208,20 +208,22 @@ def _(query: torch.Tensor, *_: object) -> torch.Tensor:
     return query.new_empty(rows, tokens, heads, dim)
 
 
-@functools.cache
+def takes(key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `decode` has such keys and values, `(B, Hkv, L, D)` each."""
+    return key.dtype == value.dtype and key.dtype in DTYPES and key.shape[-1] <= MOST_NUMBERS
+
+
 def implementation_for(device_type: str) -> Callable[..., torch.Tensor]:
     """What computes the operation on tensors of a device.
 
     Looked up at each call. To run the kernels on a CPU, in Triton's interpreter, put a function
     that returns `fused_triton.launch` in its place: `tests/interpreter.py` does.
     """
-    if device_type == "cpu":
+    if device_type == "cpu" or not has_kernels(device_type):
         return _by_tiles
-    if has_kernels(device_type):
-        from .fused_triton import launch
+    from .fused_triton import launch
 
-        return launch
-    return _by_tiles
+    return launch
 
 
 @functools.cache
