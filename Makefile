@@ -44,8 +44,8 @@ test-vllm: .venvs/vllm/.done  ## against vLLM, in an environment of its own
 test-vllm-next: .venvs/vllm/.done models/vllm-0.33.0/.done  ## names and signatures of a version that has no wheel for CPUs, read from that for CUDA
 	VLLM_SOURCES=models/vllm-0.33.0/vllm .venvs/vllm/bin/python -m pytest tests/test_vllm_versions.py $(ARGS)
 
-test-vllm-fused: .venvs/vllm/.done  ## vLLM on the path of GPUs, in Triton's interpreter: 4 minutes
-	TRITON_INTERPRET=1 .venvs/vllm/bin/python -m pytest tests/test_vllm_fused.py $(ARGS)
+test-vllm-fused: .venvs/vllm/.done  ## vLLM on the path of GPUs, in Triton's interpreter: 6 minutes
+	TRITON_INTERPRET=1 .venvs/vllm/bin/python -m pytest tests/test_vllm_fused_drafts.py tests/test_vllm_fused.py $(ARGS)
 
 test-kernels: .venvs/kernels/.done  ## the Triton kernels: interpreted against the oracle, and compiled for GPUs
 	TRITON_INTERPRET=1 .venvs/kernels/bin/python -m pytest tests/test_fused_triton.py tests/test_interpreted.py tests/test_pages.py $(ARGS)

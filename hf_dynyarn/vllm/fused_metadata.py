@@ -26,7 +26,7 @@ from ..backends import fused_triton
 from ..backends.fused import MOST_QUERIES
 from ..backends.pages import rotate_pages
 from .metadata import Piece, pieces_of
-from .plugin import interleaved, schedule_of
+from .plugin import interleaved, is_of_draft, of_layers, schedule_of
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,15 @@ class FusedMetadataBuilder(AttentionMetadataBuilder[FusedMetadata]):
         vllm_config: VllmConfig,
         device: torch.device,
     ) -> None:
+        vllm_config = of_layers(vllm_config, layer_names)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.reorder_batch_threshold = min(max_decode_query_len(vllm_config), MOST_QUERIES)
+        queries = max_decode_query_len(vllm_config)
+        of_draft = is_of_draft(vllm_config)
+        if of_draft and vllm_config.speculative_config.uses_draft_model():
+            queries += 1  # a draft model also reads the token that was sampled last
+        self.reorder_batch_threshold = min(queries, MOST_QUERIES)
+        # vLLM's bound on the lengths, on the host, is exact for prompts of the engine's own model.
+        self.bound_is_exact = queries <= MOST_QUERIES and not of_draft
         self.schedule = schedule_of(vllm_config)
         # Of the host's roundings, as everywhere else.
         self.constants = tuple(
@@ -293,8 +300,7 @@ class FusedMetadataBuilder(AttentionMetadataBuilder[FusedMetadata]):
     def _pieces(self, common: CommonAttentionMetadata, first: int) -> Iterator[Piece]:
         """Pieces of the requests from `first` on."""
         lengths = common.seq_lens_cpu_upper_bound
-        # Exact for prompts, but for the verification of more drafts than the kernel takes.
-        if lengths is None or max_decode_query_len(self.vllm_config) > MOST_QUERIES:
+        if lengths is None or not self.bound_is_exact:
             lengths = common.seq_lens.cpu()
         bounds = common.query_start_loc_cpu.tolist()
         for request, length in enumerate(lengths[: common.num_reqs].tolist()):
