@@ -241,6 +241,7 @@ class TestDrafts:
         [
             ({"attention_backend": "CPU_ATTN"}, r"speculative_config\.attention_backend must be"),
             ({"kv_cache_dtype": "fp8"}, r"speculative_config\.kv_cache_dtype must be None"),
+            ({"parallel_drafting": True}, r"parallel_drafting must be None or False, got True"),
             ({"method": "suffix", "model": None}, r"speculative_config\.method must be .*'suffix'"),
         ],
     )

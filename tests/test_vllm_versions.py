@@ -89,6 +89,16 @@ def test_teeth(sources):
     assert not needs._is_there("vllm.config.modell", "ModelConfig", ())
 
 
+def test_all_that_is_imported_is_listed():
+    listed = {name.split(".")[0] for names in needs.NEEDS.values() for name in names}
+    imported = set()
+    for file in Path(needs.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "vllm":
+                imported |= {alias.name for alias in node.names}
+    assert imported - listed == {"current_platform", "init_logger"}  # vLLM's plug-ins all use them
+
+
 # Files of vLLM with the classes of `plugin.SERVED`, where these are not in llama.py.
 FILES = ("commandr", "gemma", "glm4", "granite", "llama", "mixtral", "qwen2", "qwen2_moe", "qwen3")
 

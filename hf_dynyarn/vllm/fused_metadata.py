@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from vllm.config import VllmConfig
-from vllm.utils import torch_utils
+from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.attention.backend import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
@@ -344,6 +344,6 @@ class FusedMetadataBuilder(AttentionMetadataBuilder[FusedMetadata]):
 
     def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host's on the device, without waiting until it is there."""
-        if torch_utils.PIN_MEMORY:
+        if is_pin_memory_available():
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)

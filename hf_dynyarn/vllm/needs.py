@@ -40,16 +40,24 @@ NEEDS: Needs = {
         "CacheConfig.block_size": (),
         "CacheConfig.kv_offloading_size": (),
     },
-    "vllm.config.compilation": {"CompilationConfig.pass_config": ()},
+    "vllm.config.compilation": {
+        "CompilationConfig.pass_config": (),
+        "CompilationConfig.static_forward_context": (),
+        "CompilationConfig.max_cudagraph_capture_size": (),
+        "PassConfig": (),
+    },
     "vllm.config.parallel": {
         "ParallelConfig.decode_context_parallel_size": (),
         "ParallelConfig.prefill_context_parallel_size": (),
     },
+    "vllm.config.scheduler": {"SchedulerConfig.max_num_seqs": ()},
     "vllm.config.speculative": {
         "SpeculativeConfig.method": (),
         "SpeculativeConfig.draft_model_config": (),
         "SpeculativeConfig.attention_backend": (),
         "SpeculativeConfig.kv_cache_dtype": (),
+        "SpeculativeConfig.parallel_drafting": (),
+        "SpeculativeConfig.uses_draft_model": ("self",),
     },
     "vllm.platforms.interface": {
         "Platform.get_attn_backend_cls": (
@@ -81,12 +89,16 @@ NEEDS: Needs = {
         "AttentionBackendEnum.get_path": ("self",),
         "register_backend": ("backend", "class_path"),
     },
+    "vllm.utils.platform_utils": {"is_pin_memory_available": ()},
     "vllm.v1.attention.backend": {
         "AttentionBackend.get_supported_kernel_block_sizes": ("kv_cache_spec",),
         "AttentionBackend.supported_kv_cache_layouts": ("cls",),
         "AttentionBackend.get_impl_cls": (),
         "AttentionBackend.get_builder_cls": (),
         "AttentionBackend.forward_includes_kv_cache_update": (),
+        "AttentionBackend.supports_device_cpu_query_lens_mismatch": ("cls",),
+        "AttentionCGSupport.UNIFORM_BATCH": (),
+        "AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE": (),
         "AttentionImpl.__init__": (
             "self",
             "num_heads",
@@ -112,6 +124,7 @@ NEEDS: Needs = {
             "output_scale",
             "output_block_scale",
         ),
+        "AttentionLayer": (),
         "AttentionMetadataBuilder.__init__": (
             "self",
             "kv_cache_spec",
@@ -125,9 +138,20 @@ NEEDS: Needs = {
             "common_attn_metadata",
             "fast_build",
         ),
+        "AttentionMetadataBuilder.get_cudagraph_support": ("cls", "vllm_config", "kv_cache_spec"),
+        "AttentionMetadataBuilder.reorder_batch_threshold": (),
+        "AttentionType.DECODER": (),
+        "CommonAttentionMetadata.num_reqs": (),
+        "CommonAttentionMetadata.query_start_loc": (),
         "CommonAttentionMetadata.query_start_loc_cpu": (),
         "CommonAttentionMetadata.seq_lens": (),
+        "CommonAttentionMetadata.seq_lens_cpu_upper_bound": (),
         "CommonAttentionMetadata.block_table_tensor": (),
+        "MultipleOf": (),
+        "max_decode_query_len": ("vllm_config",),
+    },
+    "vllm.v1.attention.backends.utils": {
+        "split_decodes_and_prefills": ("common_attn_metadata", "decode_threshold"),
     },
     "vllm.v1.kv_cache_interface": {
         "AttentionSpec.num_kv_heads": (),

@@ -360,10 +360,11 @@ def _check_engine(config: VllmConfig) -> None:
         ("attention_backend", config.attention_config.backend, (None,)),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, (1,)),
         ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, (1,)),
+        ("speculative_config.method", speculative and speculative.method, METHODS),
         (
-            "speculative_config.method",
-            speculative and speculative.method,
-            METHODS,
+            "speculative_config.parallel_drafting",
+            speculative and speculative.parallel_drafting,
+            (None, False),
         ),
         (
             "speculative_config.attention_backend",
