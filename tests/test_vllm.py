@@ -27,7 +27,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from hf_dynyarn import DynamicYaRNCache, patch_llama
-from hf_dynyarn.vllm import metadata, plugin
+from hf_dynyarn.vllm import metadata, plugin, refusals
 
 # vLLM looks at every name in torch.distributed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_op:FutureWarning")
@@ -459,7 +459,7 @@ class TestAsking:
             engine(folder, rope=None)
 
 
-@pytest.mark.parametrize("name", plugin.SERVED)
+@pytest.mark.parametrize("name", refusals.SERVED)
 def test_families(tmp_path, monkeypatch, name):
     if "moe" in name or name == "mixtral":
         # vLLM prepares a process for experts with the first engine there or never.

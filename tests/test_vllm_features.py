@@ -241,7 +241,7 @@ class TestDrafts:
         [
             ({"attention_backend": "CPU_ATTN"}, r"speculative_config\.attention_backend must be"),
             ({"kv_cache_dtype": "fp8"}, r"speculative_config\.kv_cache_dtype must be None"),
-            ({"parallel_drafting": True}, r"parallel_drafting must be None or False, got True"),
+            ({"parallel_drafting": True}, r"parallel_drafting must be False .* got True"),
             ({"method": "suffix", "model": None}, r"speculative_config\.method must be .*'suffix'"),
         ],
     )
@@ -251,6 +251,14 @@ class TestDrafts:
         method = {"model": str(folder), "method": "draft_model", "num_speculative_tokens": 2}
         with pytest.raises(ValueError, match=message):
             engine(folder, block_size=32, speculative_config={**method, **speculative})
+
+    def test_refused_for_a_model_that_does_not_stretch(self, folder, make_draft):
+        speculative = {**make_draft(ROPE), "num_speculative_tokens": 2}
+        speculative["model"] = str(speculative.pop("draft"))
+        speculative["attention_backend"] = "CPU_ATTN"
+        options = {"rope": None, "max_model_len": WINDOW, "block_size": 32}
+        with pytest.raises(ValueError, match=r"attention_backend must be None .* got .*CPU_ATTN"):
+            engine(folder, speculative_config=speculative, **options)
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])

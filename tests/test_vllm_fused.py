@@ -16,6 +16,7 @@ from conftest import tiny_llama
 from test_vllm import PROMPTS, check, engine, generate, greedy, metric, save
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 
 from hf_dynyarn.backends import fused, fused_triton
@@ -306,6 +307,16 @@ def test_graphs_that_are_declared(llm, monkeypatch):
     assert support(config, None) is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     support = DynamicYaRNMetadataBuilder.get_cudagraph_support
     assert support(config, None) is AttentionCGSupport.NEVER
+
+
+@pytest.mark.parametrize(("size", "reasons"), [(256, []), (320, ["head_size not supported"])])
+def test_what_a_gpu_asks_of_a_backend(size, reasons):
+    """On CUDA vLLM takes no backend before it says that it has all that the model wants."""
+    wanted = {"dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16}
+    wanted |= dict.fromkeys(("use_mla", "has_sink", "use_sparse", "use_mm_prefix"), False)
+    wanted |= {"use_per_head_quant_scales": False, "attn_type": "decoder"}
+    wanted |= {"head_size": size, "device_capability": DeviceCapability(9, 0)}
+    assert DynamicYaRNBackend.validate_configuration(**wanted) == reasons
 
 
 def test_cpus_are_served_by_compiled_functions(llm, monkeypatch):

@@ -14,7 +14,7 @@ import vllm
 from test_vllm import PROMPTS, check, engine, folder, generate, stock
 from vllm.config import PassConfig
 
-from hf_dynyarn.vllm import needs, plugin
+from hf_dynyarn.vllm import needs, plugin, refusals
 
 __all__ = ["folder", "stock"]  # fixtures
 
@@ -99,7 +99,7 @@ def test_all_that_is_imported_is_listed():
     assert imported - listed == {"current_platform", "init_logger"}  # vLLM's plug-ins all use them
 
 
-# Files of vLLM with the classes of `plugin.SERVED`, where these are not in llama.py.
+# Files of vLLM with the classes of `refusals.SERVED`, where these are not in llama.py.
 FILES = ("commandr", "gemma", "glm4", "granite", "llama", "mixtral", "qwen2", "qwen2_moe", "qwen3")
 
 
@@ -154,9 +154,11 @@ def test_a_version_that_lacks_something(folder, monkeypatch):
 
 
 def test_a_version_that_was_never_run(folder, stock, monkeypatch):
-    monkeypatch.setattr(plugin, "TESTED", ("0.1.0", "0.2.0"))
+    monkeypatch.setattr(refusals, "TESTED", ("0.1.0", "0.2.0"))
     said = []
-    monkeypatch.setattr(plugin.logger, "warning_once", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(
+        refusals.logger, "warning_once", lambda text, *args: said.append(text % args)
+    )
     check(generate(engine(folder), PROMPTS[4:]), stock, PROMPTS[4:])
     message = f"hf_dynyarn was run with vLLM 0.1.0 and 0.2.0, and never with {vllm.__version__}"
     assert any(message in one for one in said)

@@ -26,9 +26,9 @@ from ..backends import fused
 from ..backends.sdpa import attend_to_last
 from ..rope import rotate
 from ..rope_types import DYNAMIC_YARN
+from .asked import BACKEND, interleaved, is_of_draft, is_own_dtype
 from .kernels import decode
 from .metadata import DynamicYaRNMetadata, DynamicYaRNMetadataBuilder, Run, Singles, Tables
-from .plugin import BACKEND, interleaved, is_of_draft, is_own_dtype
 
 
 class DynamicYaRNBackend(AttentionBackend):
@@ -47,6 +47,12 @@ class DynamicYaRNBackend(AttentionBackend):
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size <= fused.MOST_NUMBERS or not fused.has_kernels(
+            current_platform.device_type
+        )
 
     @staticmethod
     def get_name() -> str:

@@ -25,8 +25,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from ..backends import fused_triton
 from ..backends.fused import MOST_QUERIES
 from ..backends.pages import rotate_pages
+from .asked import interleaved, is_of_draft, of_layers, schedule_of
 from .metadata import Piece, pieces_of
-from .plugin import interleaved, is_of_draft, of_layers, schedule_of
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..rope import rotary_tables
 from ..schedules import Schedule
+from .asked import interleaved, of_layers, schedule_of
 from .kernels import decode
-from .plugin import interleaved, of_layers, schedule_of
 
 # Positions that tables have room for, if the longest text is no longer: 16 MiB for heads of 64
 # numbers in float32.

@@ -52,6 +52,7 @@ NEEDS: Needs = {
     },
     "vllm.config.scheduler": {"SchedulerConfig.max_num_seqs": ()},
     "vllm.config.speculative": {
+        "SpeculativeConfig": (),
         "SpeculativeConfig.method": (),
         "SpeculativeConfig.draft_model_config": (),
         "SpeculativeConfig.attention_backend": (),
@@ -93,6 +94,7 @@ NEEDS: Needs = {
     "vllm.v1.attention.backend": {
         "AttentionBackend.get_supported_kernel_block_sizes": ("kv_cache_spec",),
         "AttentionBackend.supported_kv_cache_layouts": ("cls",),
+        "AttentionBackend.supports_head_size": ("cls", "head_size"),
         "AttentionBackend.get_impl_cls": (),
         "AttentionBackend.get_builder_cls": (),
         "AttentionBackend.forward_includes_kv_cache_update": (),

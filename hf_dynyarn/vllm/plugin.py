@@ -1,13 +1,11 @@
-"""Where vLLM meets Dynamic YaRN: who asks for it, what is refused, what is replaced.
+"""Where vLLM meets Dynamic YaRN: what is replaced, and where.
 
 vLLM offers plug-ins a registry of operators and one of attention backends. It has no place where
 they may judge a config, allow a longer text than the model names, or, on the CPU, choose the
-backend: there, three of its public methods are wrapped. No other module depends on how vLLM works
-inside. What they stand on is listed in `needs.py`: a version that lacks some of it is refused, and
-one that was never run warns.
+backend: there, three of its public methods are wrapped, and one of its own where there is a draft.
+No other module depends on how vLLM works inside. What they stand on is listed in `needs.py`.
 """
 
-import copy
 import json
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -16,55 +14,25 @@ from inspect import getattr_static
 from typing import Any
 
 import torch
-import vllm
 from vllm.config import ModelConfig, PassConfig, VllmConfig, get_current_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from ..models import FAMILIES
-from ..models import head_dim as head_dim_of
-from ..options import DynamicYaRNConfig
-from ..rope_types import DYNAMIC_YARN, make_schedule
-from ..schedules import Schedule
-from .needs import missing
-
-# Versions that the tests ran on.
-TESTED = ("0.32.0",)
-
-logger = init_logger(f"vllm.{__name__}")
-
-# The families, by `model_type`, that vLLM has a class for in which all layers rotate, and alike.
-SERVED = (
-    "cohere",
-    "gemma",
-    "glm4",
-    "granite",
-    "llama",
-    "mistral",
-    "mixtral",
-    "phi3",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
+from ..rope_types import DYNAMIC_YARN
+from .asked import (
+    BACKEND,
+    PATH,
+    WISH,
+    asks,
+    interleaved,
+    is_of_draft,
+    is_ours,
+    rope_of,
+    schedule_of,
 )
-
-# vLLM's place for the attention backend of a plug-in. A member of our own making would not reach
-# the workers, which learn of it before they load plug-ins.
-BACKEND = AttentionBackendEnum.CUSTOM
-PATH = f"{__package__}.backend.DynamicYaRNBackend"
-
-# The key under which the rope parameters of a model that was taken over keep what it asks for, as
-# JSON. They reach all processes, and vLLM's keys for what it shares and compiles. A config of vLLM
-# that has it in `additional_config` is the one that a draft is built with.
-WISH = "hf_dynyarn"
-
-# How drafts may come about: those that have a model of their own, and all that were run.
-DRAFTS = ("draft_model", "eagle", "eagle3")
-METHODS = (None, "ngram", *DRAFTS)
+from .refusals import DRAFTS, check_draft, check_engine, check_model
 
 
 def register() -> None:
@@ -81,46 +49,6 @@ def register() -> None:
     RotaryEmbedding.register_oot(UnrotatedEmbedding, name="RotaryEmbedding")
     # By which a user turns it on and off, and which has just been replaced.
     UnrotatedEmbedding.name = name
-
-
-def is_ours(vllm_config: VllmConfig) -> bool:
-    """Whether the model that the config builds was taken over."""
-    return WISH in _rope(_model_of(vllm_config))
-
-
-def is_of_draft(vllm_config: VllmConfig) -> bool:
-    """Whether the config is the one that a draft is built with, not the engine's."""
-    additional = vllm_config.additional_config
-    return isinstance(additional, dict) and WISH in additional
-
-
-def of_layers(vllm_config: VllmConfig, layer_names: list[str]) -> VllmConfig:
-    """The engine's config, with a draft in the place of its model if all layers are the draft's."""
-    layers = vllm_config.compilation_config.static_forward_context
-    if not all(getattr(layers[name].impl, "of_draft", False) for name in layer_names):
-        return vllm_config
-    of_draft = copy.copy(vllm_config)
-    of_draft.model_config = vllm_config.speculative_config.draft_model_config
-    of_draft.additional_config = {WISH: True}
-    return of_draft
-
-
-def schedule_of(vllm_config: VllmConfig) -> Schedule:
-    """The schedule of a model that was taken over."""
-    text_config = _model_of(vllm_config).hf_text_config
-    return _schedule(text_config, json.loads(text_config.rope_parameters[WISH]))
-
-
-def is_own_dtype(vllm_config: VllmConfig, kv_cache_dtype: str) -> bool:
-    """Whether keys are cached in the dtype of the model."""
-    return kv_cache_dtype in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch."))
-
-
-def interleaved(vllm_config: VllmConfig) -> bool:
-    """Whether the pairs of the model's heads lie side by side."""
-    text_config = _model_of(vllm_config).hf_text_config
-    # A draft head wraps the config of its family.
-    return FAMILIES[getattr(text_config, "model", text_config).model_type].interleaved
 
 
 def fuses_rotation(name: str) -> bool:
@@ -178,9 +106,9 @@ class UnrotatedEmbedding(RotaryEmbedding):
 
 def _allow_longer(stock: Callable[..., int], config: ModelConfig, max_model_len: int) -> int:
     """`ModelConfig.get_and_verify_max_len`: a model that stretches has no longest text."""
-    if not _asks(config):
+    if not asks(config):
         return stock(config, max_model_len)
-    _check_model(config)
+    check_model(config)
     text_config = config.hf_text_config
     of_draft = config.runner_type == "draft"
     if of_draft and max_model_len is None:
@@ -199,10 +127,12 @@ def _allow_longer(stock: Callable[..., int], config: ModelConfig, max_model_len:
 
 def _take_over(stock: Callable[..., None], config: VllmConfig, *args: Any, **kwargs: Any) -> None:
     """`VllmConfig.__post_init__`: checks the engine, and makes it ours where the model asks."""
-    model_config = config.model_config
-    if _asks(model_config):
-        _check_model(model_config)
-        _check_engine(config)
+    model_config, speculative = config.model_config, config.speculative_config
+    if speculative and (asks(model_config) or WISH in rope_of(speculative.draft_model_config)):
+        check_draft(speculative)
+    if asks(model_config):
+        check_model(model_config)
+        check_engine(config)
         config.attention_config.backend = BACKEND
         _take_over_model(model_config)
         _turn_off_fusions(config)
@@ -243,7 +173,7 @@ def _prepare_for_draft(config: VllmConfig) -> None:
     speculative = config.speculative_config
     if not (speculative and speculative.method in DRAFTS):
         return
-    if not (is_ours(config) or WISH in _rope(speculative.draft_model_config)):
+    if not (is_ours(config) or WISH in rope_of(speculative.draft_model_config)):
         return
     if config.use_v2_model_runner:
         raise ValueError(
@@ -266,7 +196,7 @@ def _config_of_draft(stock: Callable[..., VllmConfig], proposer: Any) -> VllmCon
     additional = config.additional_config if isinstance(config.additional_config, dict) else {}
     draft = config.speculative_config.draft_model_config
     attention = config.attention_config
-    if WISH in _rope(draft):
+    if WISH in rope_of(draft):
         attention = replace(attention, backend=BACKEND)
     return replace(config, attention_config=attention, additional_config={**additional, WISH: True})
 
@@ -278,139 +208,6 @@ def _choose_backend(
     if selected_backend is BACKEND and BACKEND.get_path() == PATH:
         return PATH
     return stock(selected_backend, *args, **kwargs)
-
-
-def _check_model(config: ModelConfig) -> None:
-    """Refuses what is no supported model, with the reason.
-
-    Raises:
-        ValueError: vLLM's version, the model or its rope parameters are not supported.
-        TypeError: the rope parameters have unknown keys, or values of the wrong type.
-    """
-    _check_version()
-    text_config = config.hf_text_config
-    if text_config.model_type not in SERVED:
-        raise ValueError(
-            f"rope_type {DYNAMIC_YARN!r} in vLLM must be of a model of the families {SERVED}, "
-            f"got model_type {text_config.model_type!r}. Leave the rope_type out."
-        )
-    for name, refused in {
-        "one of images": config.is_multimodal_model,
-        "an encoder-decoder": config.is_encoder_decoder,
-        "one with multi-head latent attention": config.use_mla,
-        **{
-            f"one with {name}": getattr(text_config, name, None) is not None
-            for name in ("dual_chunk_attention_config", "llama_4_scaling", "layer_rope_theta")
-        },
-        "one whose sliding window is disabled": config.disable_sliding_window
-        and bool(getattr(text_config, "sliding_window", None)),
-        "served through transformers (model_impl)": config.using_transformers_backend(),
-        f"run for {config.runner_type}": config.runner_type not in ("generate", "draft"),
-    }.items():
-        if refused:
-            raise ValueError(
-                f"a model of rope_type {DYNAMIC_YARN!r} must be a causal language model of vLLM's "
-                f"own that generates text, got {name}. Leave the rope_type out."
-            )
-    rope = text_config.rope_parameters
-    if rope.get("rope_type") != DYNAMIC_YARN or "rope_theta" not in rope:
-        raise ValueError(
-            f"rope_parameters must be {{'rope_type': {DYNAMIC_YARN!r}, 'rope_theta': ..., ...}}, "
-            f"the same for all layers, got {rope}."
-        )
-    _schedule(text_config, rope)
-
-
-def _check_version() -> None:
-    """Refuses a vLLM that lacks what the plug-in stands on; warns of one that was never run.
-
-    Raises:
-        ValueError: names are missing, or take other parameters.
-    """
-    if lacks := missing():
-        raise ValueError(
-            f"vLLM must have {', '.join(lacks)} as version {' or '.join(TESTED)} has for rope_type "
-            f"{DYNAMIC_YARN!r}, got version {vllm.__version__}. Install one of these, or leave the "
-            "rope_type out."
-        )
-    if vllm.__version__ not in TESTED:
-        logger.warning_once(
-            "hf_dynyarn was run with vLLM %s, and never with %s, which has all that it stands on.",
-            " and ".join(TESTED),
-            vllm.__version__,
-        )
-
-
-def _check_engine(config: VllmConfig) -> None:
-    """Refuses engine options under which the results would be wrong, or were never seen.
-
-    Raises:
-        ValueError: one of them is set.
-    """
-    speculative, parallel = config.speculative_config, config.parallel_config
-    kv_cache_dtype = config.cache_config.cache_dtype
-    if not is_own_dtype(config, kv_cache_dtype):
-        raise ValueError(
-            f"kv_cache_dtype must be 'auto' or the model's with rope_type {DYNAMIC_YARN!r}, got "
-            f"{kv_cache_dtype!r}. Leave it out."
-        )
-    for name, got, allowed in (
-        ("attention_config.backend_per_kind", config.attention_config.backend_per_kind, (None, {})),
-        ("kv_offloading_size", config.cache_config.kv_offloading_size, (None,)),
-        ("attention_backend", config.attention_config.backend, (None,)),
-        ("decode_context_parallel_size", parallel.decode_context_parallel_size, (1,)),
-        ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, (1,)),
-        ("speculative_config.method", speculative and speculative.method, METHODS),
-        (
-            "speculative_config.parallel_drafting",
-            speculative and speculative.parallel_drafting,
-            (None, False),
-        ),
-        (
-            "speculative_config.attention_backend",
-            speculative and speculative.attention_backend,
-            (None,),
-        ),
-        ("speculative_config.kv_cache_dtype", speculative and speculative.kv_cache_dtype, (None,)),
-        ("kv_transfer_config", config.kv_transfer_config, (None,)),
-    ):
-        if got not in allowed:
-            raise ValueError(
-                f"{name} must be {' or '.join(map(repr, allowed))} with rope_type "
-                f"{DYNAMIC_YARN!r}, got {got!r}. Leave it out."
-            )
-    if BACKEND.get_path() != PATH:
-        raise ValueError(
-            f"the attention backend {BACKEND.name} must be {PATH} with rope_type "
-            f"{DYNAMIC_YARN!r}, got {BACKEND.get_path()} of another plug-in. Turn that one off "
-            "with VLLM_PLUGINS=hf_dynyarn."
-        )
-
-
-def _model_of(vllm_config: VllmConfig) -> Any:
-    """The model that the config builds."""
-    if is_of_draft(vllm_config):
-        return vllm_config.speculative_config.draft_model_config
-    return vllm_config.model_config
-
-
-def _schedule(text_config: Any, rope: dict[str, Any]) -> Schedule:
-    window, dim = text_config.max_position_embeddings, head_dim_of(text_config)
-    return make_schedule(rope, dim, window, DynamicYaRNConfig())
-
-
-def _asks(config: ModelConfig | None) -> bool:
-    """Whether a model that was not taken over yet asks for Dynamic YaRN, in whatever spelling."""
-    rope = _rope(config)
-    of_layers = [one for one in rope.values() if isinstance(one, dict)]
-    types = [one.get(name) for one in (rope, *of_layers) for name in ("rope_type", "type")]
-    return DYNAMIC_YARN in types
-
-
-def _rope(config: ModelConfig | None) -> dict[str, Any]:
-    """The rope parameters of a model, empty where it has none."""
-    rope = config and getattr(config.hf_text_config, "rope_parameters", None)
-    return rope if isinstance(rope, dict) else {}
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
