@@ -35,8 +35,8 @@ from smollm2 import smollm2
 
 WINDOW, STEPS = 2048, 32
 SIZES = [(length, batch) for length in (4096, 32768) for batch in (1, 16)]
-# What goes by the tables that are made for CPUs is left out.
-SUITE = "TestExactness and not tables and not few_at_once"
+# What goes by the tables that are made for CPUs, or by a CPU's roundings, is left out.
+SUITE = "TestExactness and not tables and not few_at_once and not prompts_in_half"
 
 
 def exact(selection: str) -> bool:

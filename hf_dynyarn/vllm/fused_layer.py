@@ -5,6 +5,7 @@ the pieces of prompts one kernel reads the pages and writes keys, rotated, and v
 and torch's attention does the rest.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -105,9 +106,8 @@ class FusedAttention(DynamicYaRNAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated keys and values of the pieces one after the other, `(1, Hkv, keys, D)` each."""
         rows = sum(piece.keys for piece in group.pieces)
-        shape = (rows, self.num_kv_heads, self.head_size)
-        size = rows * self.num_kv_heads * self.head_size
-        keys, values = self.scratch.rotated[:size], self.scratch.gathered[:size]
+        shape = (2, rows, self.num_kv_heads, self.head_size)
+        keys, values = self.scratch.both[: math.prod(shape)].view(shape)
         rotate_pages(
             *cache,
             block_table,
@@ -115,8 +115,8 @@ class FusedAttention(DynamicYaRNAttention):
             max(piece.keys for piece in group.pieces),
             group.inv_freq,
             group.gain,
-            keys.view(shape),
-            values.view(shape),
+            keys,
+            values,
             self.interleaved,
         )
-        return tuple(states.view(shape).transpose(0, 1)[None] for states in (keys, values))
+        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]

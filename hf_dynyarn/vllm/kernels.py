@@ -1,7 +1,8 @@
-"""Decoding over un-rotated keys in a paged cache, compiled by torch for the device at hand.
+"""Attention over un-rotated keys in a paged cache, compiled by torch for the device at hand.
 
-One query of each request attends to each block of the request by itself, and the results are
-merged. A key is rotated in the registers of the kernel that multiplies it, and never written.
+For decoding one query of each request attends to each block of the request by itself, and the
+results are merged. A key is rotated in the registers of the kernel that multiplies it, and never
+written. For the many queries of a prompt, `unpage` writes rotated keys side by side.
 
 As operations of torch one by one, these functions would write what is rotated several times over;
 that is why they are always compiled, like the kernels that vLLM brings along.
@@ -41,8 +42,8 @@ def decode(
         requests: whose they are, `(N,)`.
         starts: rows of `cos` and `sin` for the first key of each block, `(N,)`.
         keys: how many keys each block has for its request, from 1 to `block_size`, `(N,)`.
-        cos: `(P, R)`, with `R` half the rotated dimension.
-        sin: `(P, R)`.
+        cos: `(P, R)` float32, with `R` half the rotated dimension.
+        sin: `(P, R)` float32.
         interleaved: whether the pairs of a key lie side by side; those of `query` do not.
 
     Returns:
@@ -65,6 +66,60 @@ def decode(
     return output / total[..., None]
 
 
+def unpage(
+    cache: torch.Tensor,
+    blocks: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    out: torch.Tensor,
+) -> None:
+    """Writes the rotated keys, and the values, of some blocks side by side.
+
+    Args:
+        cache: as `decode` takes it.
+        blocks: places in the cache, `(n,)`.
+        cos: for all keys that the blocks have room for, `(n * block_size, R)` float32.
+        sin: `(n * block_size, R)` float32.
+        interleaved: whether pairs lie side by side in the cache; those that are written do not.
+        out: keys and values, `(2, Hkv, n, block_size, D)` of the cache's dtype.
+    """
+    for tensor, dim in ((blocks, 0), (cos, 0), (sin, 0), (out, 2)):
+        mark_unbacked(tensor, dim)
+    mark_dynamic(cache, 0)
+    _unpage(cache, blocks, cos, sin, interleaved, out)
+
+
+@torch.compile(fullgraph=True, options=FUSED)
+def _unpage(
+    cache: torch.Tensor,
+    blocks: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    out: torch.Tensor,
+) -> None:
+    shape = (len(blocks), 1, cache.shape[3], cos.shape[-1])
+    first, second, rest = _turned(
+        cache[blocks, :, 0].float(), cos.view(shape), sin.view(shape), interleaved
+    )
+    keys = torch.cat((first, second, rest), -1)  # (n, Hkv, block_size, D)
+    out[0] = keys.transpose(0, 1).to(out.dtype)
+    out[1] = cache[blocks, :, 1].transpose(0, 1)
+
+
+def _turned(
+    key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both numbers of the rotated pairs of keys `(..., D)`, and the numbers that stay."""
+    half = cos.shape[-1]
+    if interleaved:
+        first, second = key[..., : 2 * half : 2], key[..., 1 : 2 * half : 2]
+    else:
+        first, second = key[..., :half], key[..., half : 2 * half]
+    return first * cos - second * sin, second * cos + first * sin, key[..., 2 * half :]
+
+
 @torch.compile(fullgraph=True, options=FUSED)
 def _scores(
     query: torch.Tensor,
@@ -81,14 +136,9 @@ def _scores(
     half, size = cos.shape[-1], cache.shape[3]
     offsets = torch.arange(size, device=cache.device)
     rows = starts[:, None] + offsets
-    cos, sin = cos[rows][:, None].float(), sin[rows][:, None].float()  # (N, 1, block_size, R)
+    cos, sin = cos[rows][:, None], sin[rows][:, None]  # (N, 1, block_size, R)
     key = cache[blocks, :, 0].float()  # (N, Hkv, block_size, D)
-    if interleaved:
-        first, second = key[..., : 2 * half : 2], key[..., 1 : 2 * half : 2]
-    else:
-        first, second = key[..., :half], key[..., half : 2 * half]
-    first, second = first * cos - second * sin, second * cos + first * sin
-    rest = key[..., 2 * half :]
+    first, second, rest = _turned(key, cos, sin, interleaved)
     beyond = (offsets >= keys[:, None])[:, None]
     logits = []
     for own in query[requests][:, :, :, None].unbind(2):  # (N, Hkv, 1, D)
