@@ -28,6 +28,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from hf_dynyarn import DynamicYaRNCache, patch_llama
 from hf_dynyarn.vllm import metadata, plugin, refusals
+from hf_dynyarn.vllm.kernels import decode
 
 # vLLM looks at every name in torch.distributed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_op:FutureWarning")
@@ -303,6 +304,19 @@ def prompt_logs(folder, rope, dtype, texts, **options):
             for text, one in zip(texts, outputs, strict=True)
         ]
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_block_holds_beyond_its_keys_is_not_used(dtype):
+    query, cache = torch.randn(2, 2, 3, 32), torch.randn(4, 2, 2, 16, 32).to(dtype)
+    blocks, requests = torch.tensor([3, 1, 2]), torch.tensor([0, 0, 1])
+    starts, keys = torch.tensor([0, 16, 0]), torch.tensor([16, 5, 9])
+    cos, sin = torch.randn(2, 32, 16)
+    outputs = []
+    for beyond in (0.0, torch.nan):
+        cache[1, :, :, 5:], cache[2, :, :, 9:] = beyond, beyond
+        outputs.append(decode(query, cache, blocks, requests, starts, keys, cos, sin, False))
+    assert torch.equal(*outputs)
 
 
 def one_scale_per_call(self, request, start, stop, length):

@@ -55,13 +55,12 @@ def decode(
     mark_dynamic(cache, 0)
     logits = _scores(query, cache, blocks, requests, starts, keys, cos, sin, interleaved)
     mark_unbacked(logits, 0)
-    outputs, sums, peaks = _weigh(logits, cache, blocks, keys)
-    shape = (len(query), *peaks.shape[1:])
-    index = requests[:, None, None].expand_as(peaks)
-    peak = peaks.new_full(shape, -torch.inf).scatter_reduce_(0, index, peaks, "amax")
-    weights = (peaks - peak[requests]).exp()
-    total = peaks.new_zeros(shape).index_add_(0, requests, weights * sums)
-    outputs.mul_(weights[..., None])
+    index = requests[:, None, None].expand(logits.shape[:3])
+    peaks = logits.new_full((len(query), *logits.shape[1:3]), -torch.inf)
+    peaks.scatter_reduce_(0, index, logits.amax(-1), "amax")
+    mark_unbacked(peaks, 0)
+    outputs, sums = _weigh(logits, peaks, requests, cache, blocks, keys)
+    total = torch.zeros_like(peaks).index_add_(0, requests, sums)
     output = outputs.new_zeros(query.shape).index_add_(0, requests, outputs)
     return output / total[..., None]
 
@@ -151,25 +150,30 @@ def _scores(
 
 @torch.compile(fullgraph=True, options=FUSED)
 def _weigh(
-    logits: torch.Tensor, cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor,
+    peaks: torch.Tensor,
+    requests: torch.Tensor,
+    cache: torch.Tensor,
+    blocks: torch.Tensor,
+    keys: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Values of each block weighted by the exponentials of its logits.
 
     Args:
         logits: `(N, Hkv, G, block_size)`.
-        cache: as `decode` takes it.
-        blocks: as `decode` takes it.
-        keys: as `decode` takes it.
+        peaks: the largest logit of each query, which the weights are relative to, `(B, Hkv, G)`.
+        requests: as `decode` takes it, like the next three.
+        cache: `(blocks, Hkv, 2, block_size, D)`.
+        blocks: `(N,)`.
+        keys: `(N,)`.
 
     Returns:
-        the weighted values `(N, Hkv, G, D)`, the sum of the weights and the largest logit, which
-        they are relative to, `(N, Hkv, G)` each.
+        the weighted values `(N, Hkv, G, D)` and the sum of the weights `(N, Hkv, G)`.
     """
-    peaks = logits.amax(-1)
-    weights = (logits - peaks[..., None]).exp()
+    weights = (logits - peaks[requests][..., None]).exp()
     # What a block holds beyond its keys may be anything, not a number included.
     offsets = torch.arange(cache.shape[3], device=cache.device)
     beyond = (offsets >= keys[:, None])[:, None, :, None]
     value = cache[blocks, :, 1].float().masked_fill(beyond, 0.0)
     outputs = [(weight[..., None] * value).sum(2) for weight in weights.unbind(2)]
-    return torch.stack(outputs, 2), weights.sum(-1), peaks
+    return torch.stack(outputs, 2), weights.sum(-1)
