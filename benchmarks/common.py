@@ -155,7 +155,7 @@ def our_cache(
     if "max_cache_len" in options:
         cache.place(positions, mask, None, None)
     # Stands for a call of the model.
-    forward = type("Forward", (), {"new": positions, "past": 0})()
+    forward = type("Forward", (), {"new": positions, "held": positions[:, :0]})()
     cache.begin(forward)
     for index, states in enumerate(random_states(model, tokens, batch)):
         cache.update(*states, index)

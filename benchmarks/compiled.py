@@ -19,7 +19,7 @@ import triton
 from cost import step_costs
 from triton.backends.compiler import GPUTarget
 
-from hf_dynyarn.backends import fused_kernels
+from hf_dynyarn.backends import fused_kernels, page_kernels, pages
 from hf_dynyarn.backends.fused_triton import MERGED_AT_ONCE, Sizes, constants_of, sizes_of
 
 NVIDIA = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
@@ -100,6 +100,34 @@ def compile_merge(dim: int, dtype: torch.dtype, architecture: str) -> Compiled:
     return measured(built.asm["cubin"], built.metadata.shared)
 
 
+def compile_unpage(kernel: Kernel, architecture: str) -> Compiled:
+    """Compiles `unpage`, which vLLM's prompts go through, for an architecture of NVIDIA's."""
+    sizes = pages.sizes_of(kernel.dim)
+    constants = constants_of(kernel.dim, kernel.pairs, sizes) | {
+        "INTERLEAVED": kernel.interleaved,
+        "PAGE": kernel.page,
+    }
+    del constants["BLOCK_M"]
+    names = page_kernels.unpage.arg_names
+    states = ("key", "value", "keys_out", "values_out")
+    types = dict.fromkeys(states, f"*{SPELLED[kernel.dtype]}")
+    types |= dict.fromkeys(("block_table", "places"), "*i32")
+    types |= dict.fromkeys(("inv_freq", "gain"), "*fp32")
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+    }
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if signature[name].startswith("*") or name.startswith(("stride_k", "stride_v"))
+    }
+    source = triton.compiler.ASTSource(page_kernels.unpage, signature, constants, attributes)
+    options = {"num_warps": sizes.warps, "num_stages": sizes.stages}
+    target = GPUTarget("cuda", NVIDIA[architecture], 32)
+    built = triton.compile(source, target=target, options=options)
+    return measured(built.asm["cubin"], built.metadata.shared)
+
+
 def source_of(kernel: Kernel, sizes: Sizes) -> triton.compiler.ASTSource:
     """The kernel with the types and constants that a call would find."""
     constants = constants_of(kernel.dim, kernel.pairs, sizes) | {
@@ -155,9 +183,9 @@ def instructions(listing: str) -> tuple[int, int]:
             branch = re.search(r"BRA[^;]*`\((\.L_x_\d+)\)", line)
             if branch and branch[1] in labels:
                 loops.append(lines[labels[branch[1]] :])
-    # The loop over a softmax's keys is the only one with exponentials.
+    # The loop over a softmax's keys is the only one with exponentials; a kernel may have none.
     over_tiles = [loop for loop in loops if any("MUFU.EX2" in one for one in loop)]
-    return len(lines), min(len(loop) for loop in over_tiles)
+    return len(lines), min((len(loop) for loop in over_tiles), default=0)
 
 
 def rows_of_kernel(kernel: Kernel, architecture: str) -> list[dict]:

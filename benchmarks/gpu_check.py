@@ -5,9 +5,10 @@
 
 It checks sdpa (and flash attention where installed) and the fused kernel against the float64 oracle
 of the tests, counts synchronisations, and times decoding on four layers of Llama-3.1-8B's shape,
-over caches that grow and, eager and compiled, over caches of fixed size, against stock static YaRN
-and against attention alone over keys that are rotated already. Rows are appended to
-`benchmarks/results/gpu.csv`. Exits with 1 if a check fails.
+over caches that grow and, eager and compiled, over caches of fixed size, against stock static YaRN;
+and the fused kernel alone against stock attention over keys that are rotated already, with what
+`cost.py` has computed of both beside it. Rows are appended to `benchmarks/results/gpu.csv`. Exits
+with 1 if a check fails.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import sys
 import warnings
 from functools import partial
 
+import cost
 import torch
 from common import (
     ROOT,
@@ -34,9 +36,12 @@ from common import (
     stock_cache,
     with_rope,
 )
+from rows import rows_of
 from torch.utils._pytree import tree_map_only
 
+from hf_dynyarn import DynamicYaRNConfig
 from hf_dynyarn.backends import fused
+from hf_dynyarn.resolve import resolve_schedule
 
 WINDOW = 8192
 LLAMA_8B = {
@@ -149,6 +154,7 @@ def decode(device: str, lengths: tuple[int, ...], shape: dict) -> None:
             ),
             "ours, compiled": partial(decoding, compiled[ours], our_cache, begin, **fixed),
             "attention alone": partial(attention_alone, stock, tokens),
+            "fused kernel alone": partial(kernel_alone, stock, tokens),
         }
         peaks, times = {}, {}
         for name, build in make.items():
@@ -162,12 +168,13 @@ def decode(device: str, lengths: tuple[int, ...], shape: dict) -> None:
             del run
         rows = []
         for name, samples in times.items():
-            rival = name.replace("ours", "static yarn")
+            rival = name.replace("ours", "static yarn").replace("fused kernel", "attention")
             rival = rival if rival in times else "static yarn"
             faster = statistics.mean(times[rival]) / statistics.mean(samples)
-            ratio = {"ratio": round(faster, 3), "ratio_of": rival}
+            ratio = {} if rival == name else {"ratio": round(faster, 3), "ratio_of": rival}
             peak = f"peak {peaks[name]:.0f} MiB" if name in peaks else ""
-            rows.append(row(name, samples, note=peak, **(ratio if "ours" in name else {})))
+            rows.append(row(name, samples, note=peak, **ratio))
+        rows += computed(tokens, shape["num_hidden_layers"])
         limit = least_bytes(stock, tokens) / copy_bandwidth(device) * 1e3
         rows.append(row("limit", [limit], note="bytes a step must read / copy bandwidth"))
         save(
@@ -189,14 +196,9 @@ def decoding(model, make_cache, tokens: int, **options: bool | int):
 
 def attention_alone(model, tokens: int):
     """The attention of all layers over keys that are rotated already: no cache could be faster."""
-    config = model.config
     states = list(random_states(model, tokens, 1))
-    heads, groups = config.num_key_value_heads, config.num_attention_heads
-    query = torch.randn(
-        (1, heads, groups // heads, states[0][0].shape[-1]),
-        dtype=model.dtype,
-        device=model.device,
-    )
+    # The queries that share a key stand beside each other.
+    query = random_queries(model).view(1, states[0][0].shape[1], -1, states[0][0].shape[-1])
 
     @torch.inference_mode()
     def run() -> None:
@@ -204,6 +206,41 @@ def attention_alone(model, tokens: int):
             torch.nn.functional.scaled_dot_product_attention(query, key, value)
 
     return run
+
+
+def kernel_alone(model, tokens: int):
+    """The fused kernel of all layers over un-rotated keys, at the scale of their last token."""
+    states, query = list(random_states(model, tokens, 1)), random_queries(model)
+    schedule = resolve_schedule(model.config, DynamicYaRNConfig())
+    lengths = torch.tensor([tokens], device=model.device)
+    scale = schedule.scale(lengths[:, None] - 1)
+    turn = scale, schedule.inv_freq(scale), schedule.gain(scale)
+
+    @torch.inference_mode()
+    def run() -> None:
+        for key, value in states:
+            fused.decode(query, key, value, 0.1, lengths, torch.zeros_like(lengths), *turn)
+
+    return run
+
+
+def random_queries(model) -> torch.Tensor:
+    """Of one token: `(1, Hq, 1, D)`."""
+    config = model.config
+    shape = (1, config.num_attention_heads, 1, config.hidden_size // config.num_attention_heads)
+    return torch.randn(shape, dtype=model.dtype, device=model.device)
+
+
+def computed(tokens: int, layers: int) -> list[dict]:
+    """What `cost.py` says of this device, where it knows it: rows for so many layers."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return [
+        row(f"{one['variant']}, computed", [float(one["median"]) * layers / cost.LAYERS])
+        for one in rows_of("kernels")
+        if one["quantity"] == "attention of a step"
+        and one["device"] in name
+        and (one["tokens"], one["batch"]) == (str(tokens), "1")
+    ]
 
 
 if __name__ == "__main__":

@@ -23,8 +23,10 @@ from hf_dynyarn.schedules import YaRNSchedule
 
 # In an environment of its own, see `make test-vllm`.
 collect_ignore = [] if find_spec("vllm") else ["test_vllm.py"]
+collect_ignore += [] if find_spec("vllm") else ["test_vllm_features.py", "test_vllm_versions.py"]
 # By name alone, see `make test-kernels`: a process either interprets kernels or compiles them.
 collect_ignore += ["test_fused_triton.py", "test_interpreted.py", "test_kernels.py"]
+collect_ignore += ["test_pages.py", "test_vllm_fused.py", "test_vllm_fused_drafts.py"]
 
 # Models this small only lose by threads, which wait for each other.
 torch.set_num_threads(1)

@@ -14,8 +14,10 @@ from compiled import (
     NVIDIA,
     SHARED,
     VARIANTS,
+    Kernel,
     compile_kernel,
     compile_merge,
+    compile_unpage,
     instructions,
 )
 from cost import DEVICES, copied, fused, rotated
@@ -48,6 +50,17 @@ def test_merging_spills_nothing(dim, architecture):
     built = compile_merge(dim, torch.bfloat16, architecture)
     assert built.spilled == 0
     assert built.shared <= SHARED[architecture]
+
+
+@pytest.mark.parametrize("architecture", NVIDIA)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["apart", "side by side"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("dim", "pairs"), [(64, 32), (80, 16), (128, 64), (128, 32), (256, 128)])
+def test_rotating_pages_spills_nothing(dim, pairs, dtype, interleaved, architecture):
+    built = compile_unpage(Kernel(dim, pairs, dtype, 1, interleaved, page=16), architecture)
+    assert built.spilled == 0
+    assert built.shared <= SHARED[architecture]
+    assert built.registers <= 255
 
 
 def test_sizes_that_are_too_large_would_show(monkeypatch):

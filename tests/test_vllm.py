@@ -18,7 +18,6 @@ os.environ |= {
 
 import pytest
 import torch
-import vllm
 from conftest import WINDOW, random_ids, tiny_llama, word_tokenizer
 from families import tiny as tiny_family
 from oracle import CACHE
@@ -28,7 +27,8 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from hf_dynyarn import DynamicYaRNCache, patch_llama
-from hf_dynyarn.vllm import metadata, plugin
+from hf_dynyarn.vllm import metadata, plugin, refusals
+from hf_dynyarn.vllm.kernels import decode
 
 # vLLM looks at every name in torch.distributed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_op:FutureWarning")
@@ -89,6 +89,8 @@ def engine(folder, rope=ROPE, **options):
         "hf_overrides": overrides,
         **options,
     }
+    if torch.cuda.is_available():
+        options.setdefault("gpu_memory_utilization", 0.08)  # several at a time
     ENGINES.append(LLM(str(folder), **options))
     return ENGINES[-1]
 
@@ -262,14 +264,60 @@ class TestExactness:
     def test_compiled_model(self, folder, stock):
         check(generate(engine(folder, enforce_eager=False)), stock)
 
-    def test_half_precision(self, folder, stock):
-        outputs = generate(engine(folder, dtype="bfloat16"))
-        for prompt, output in zip(PROMPTS, outputs, strict=True):
+    @pytest.mark.parametrize(("window", "most"), [(256, (1.02, 1.0)), (WINDOW, (1.1, 1.2))])
+    def test_prompts_in_half_precision(self, folder, window, most):
+        """As far from float32 as stock's, on average and at most: the same texts, 90 tokens each.
+
+        Past the window the numbers are others than stock's, and allowed to lie a little further.
+        """
+        texts = [random_ids(90, seed=100 + seed)[0].tolist() for seed in range(24)]
+        rope = {**ROPE, "original_max_position_embeddings": window}
+        ours = [prompt_logs(folder, rope, dtype, texts) for dtype in ("bfloat16", "float32")]
+        plain = {"hf_overrides": {"max_position_embeddings": 256}, "block_size": 32}
+        theirs = [prompt_logs(folder, None, one, texts, **plain) for one in ("bfloat16", "float32")]
+        off, expected = ((half - full).abs() for half, full in (ours, theirs))
+        for allowed, measure in zip(most, (torch.mean, torch.max), strict=True):
+            assert measure(off) <= allowed * measure(expected)
+
+    def test_decoding_in_half_precision(self, folder, stock):
+        """On average: a single one lies up to 0.3 off, in stock vLLM too."""
+        off = []
+        for prompt, output in zip(PROMPTS, generate(engine(folder, dtype="bfloat16")), strict=True):
+            tokens = tokens_of(output)
             with patch_llama(stock, rescale_every=STEP):
-                logits = stock(torch.tensor([prompt + tokens_of(output)])).logits[0]
-            expected = logits[len(prompt) - 1 : -1].log_softmax(-1)
-            expected = expected.gather(1, torch.tensor(tokens_of(output))[:, None])[:, 0]
-            torch.testing.assert_close(log_probabilities(output), expected, rtol=0, atol=0.15)
+                logits = stock(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            off.append((log_probabilities(output) - expected).abs())
+        assert torch.cat(off).mean() < 0.03
+
+
+def prompt_logs(folder, rope, dtype, texts, **options):
+    """Log-probabilities of the tokens of some prompts but for the first, `(texts, tokens - 1)`."""
+    llm = engine(folder, rope, dtype=dtype, **options)
+    outputs = generate(llm, texts, greedy(max_tokens=1, prompt_logprobs=0))
+    return torch.tensor(
+        [
+            [
+                entry[token].logprob
+                for token, entry in zip(text[1:], one.prompt_logprobs[1:], strict=True)
+            ]
+            for text, one in zip(texts, outputs, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_block_holds_beyond_its_keys_is_not_used(dtype):
+    # Of the sizes that engines here have: no more kinds of kernels than a process compiles.
+    query, cache = torch.randn(2, 2, 2, 32), torch.randn(4, 2, 2, 16, 32).to(dtype)
+    blocks, requests = torch.tensor([3, 1, 2]), torch.tensor([0, 0, 1])
+    starts, keys = torch.tensor([0, 16, 0]), torch.tensor([16, 5, 9])
+    cos, sin = torch.randn(2, 32, 16)
+    outputs = []
+    for beyond in (0.0, torch.nan):
+        cache[1, :, :, 5:], cache[2, :, :, 9:] = beyond, beyond
+        outputs.append(decode(query, cache, blocks, requests, starts, keys, cos, sin, False))
+    assert torch.equal(*outputs)
 
 
 def one_scale_per_call(self, request, start, stop, length):
@@ -425,17 +473,6 @@ class TestAsking:
         with pytest.raises(Exception, match=message):
             engine(folder, **options)
 
-    def test_refused_draft_model(self, folder):
-        method = {"model": str(folder), "num_speculative_tokens": 2}
-        with pytest.raises(ValueError, match=r"speculative_config\.method must be None or 'ngram'"):
-            engine(folder, speculative_config=method)
-
-    def test_refused_version(self, folder, monkeypatch):
-        monkeypatch.setattr(plugin, "TESTED", ("0.1.0", "0.2.0"))
-        message = f"vLLM must be of version 0.1.0 or 0.2.0 .* got {vllm.__version__}"
-        with pytest.raises(ValueError, match=message):
-            engine(folder)
-
     def test_refused_window(self, tmp_path):
         save(tiny_family("mistral"), tmp_path)
         overrides = {"rope_parameters": ROPE, "sliding_window": 12}
@@ -469,7 +506,7 @@ class TestAsking:
             engine(folder, rope=None)
 
 
-@pytest.mark.parametrize("name", plugin.SERVED)
+@pytest.mark.parametrize("name", refusals.SERVED)
 def test_families(tmp_path, monkeypatch, name):
     if "moe" in name or name == "mixtral":
         # vLLM prepares a process for experts with the first engine there or never.

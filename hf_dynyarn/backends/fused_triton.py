@@ -57,25 +57,32 @@ def launch(
     interleaved: bool,
     block_table: torch.Tensor | None,
     processors: int | None = None,
+    *,
+    splits: int | None = None,
+    scratch: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Runs both kernels on the arguments of `fused.decode`, without reading any of them.
 
-    `processors` is how many multiprocessors there are to fill. Default: those of the device.
+    `processors` is how many multiprocessors there are to fill. Default: those of the device. Who
+    calls often may say into how many `splits` the keys are cut, and bring `scratch`, of the size
+    that `scratch_of` says, and the contiguous result `out`.
     """
     rows, heads, tokens, dim = query.shape
     key_heads, pairs = key.shape[1], inv_freq.shape[-1]
     groups = heads // key_heads
     room = key.shape[2] * (1 if block_table is None else block_table.shape[1])
     sizes = sizes_of(dim, key.dtype, groups * tokens)
-    programs = rows * key_heads * math.ceil(groups * tokens / sizes.block_m)
-    splits = splits_of(programs, room, processors or processors_of(query.device))
+    programs = rows * programs_of(heads, key_heads, tokens, sizes)
+    splits = splits or splits_of(programs, room, processors or processors_of(query.device))
     lengths, starts, scale, inv_freq, gain = (
         tensor.contiguous() for tensor in (lengths, starts, scale, inv_freq, gain)
     )
-    shape = (rows, key_heads, groups * tokens, splits)
-    logs = query.new_empty(shape, dtype=torch.float32)
-    outputs = query.new_empty((*shape, dim), dtype=torch.float32)
-    result = query.new_empty(rows, tokens, heads, dim)
+    if scratch is None:
+        size = scratch_of(rows * heads * tokens, splits, dim)
+        scratch = query.new_empty(size, dtype=torch.float32)
+    outputs, logs = scratch.tensor_split([rows * heads * tokens * splits * dim])
+    result = query.new_empty(rows, tokens, heads, dim) if out is None else out
     width = triton.next_power_of_2(dim)
     attend[programs, splits](
         query,
@@ -125,6 +132,16 @@ def constants_of(dim: int, pairs: int, sizes: Sizes) -> dict[str, int]:
         "BLOCK_M": sizes.block_m,
         "BLOCK_N": sizes.block_n,
     }
+
+
+def programs_of(heads: int, key_heads: int, tokens: int, sizes: Sizes) -> int:
+    """Programs for a split of a row."""
+    return key_heads * math.ceil(heads // key_heads * tokens / sizes.block_m)
+
+
+def scratch_of(queries: int, splits: int, dim: int) -> int:
+    """Numbers, float32, in the results of all splits of some queries, those of heads apart."""
+    return queries * splits * (dim + 1)
 
 
 def splits_of(programs: int, room: int, processors: int) -> int:

@@ -10,6 +10,8 @@ them; here they are cached un-rotated, and rotated where they are read, for the 
 query. What is cached then depends on the text before it alone, so that vLLM's prefix cache,
 chunked prefill and continuous batching stay exact.
 
-`plugin.py` is where vLLM calls in, `metadata.py` sorts the queries of a step, `backend.py` is the
-attention, `kernels.py` what decodes.
+`plugin.py` is where vLLM calls in, `asked.py` which models ask and for what, `refusals.py` what is
+refused, `metadata.py` sorts the queries of a step, `backend.py` is the attention, `kernels.py` what
+decodes; `fused_metadata.py` and `fused_layer.py` do all three where there is Triton. `needs.py` is
+what they stand on in vLLM.
 """

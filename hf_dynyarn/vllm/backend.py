@@ -1,8 +1,8 @@
-"""vLLM's attention over un-rotated keys, for any device that torch runs on.
+"""vLLM's attention over un-rotated keys, in torch: what CPUs run, and what vLLM asks about either.
 
-What a step holds is in `metadata.py`. Pieces of one query go through the kernels of `kernels.py`.
-For a longer piece the keys are gathered from the cache into a scratch of fixed size, rotated, and
-attended to by torch's own attention.
+Where the device has Triton, `fused_layer.py` stands in. What a step holds is in `metadata.py`.
+Pieces of one query go through the kernels of `kernels.py`. For a longer piece one of these writes
+rotated keys and values into a scratch of fixed size, and torch's own attention does the rest.
 """
 
 import math
@@ -11,21 +11,24 @@ from weakref import WeakValueDictionary
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
     AttentionLayer,
+    AttentionMetadataBuilder,
     AttentionType,
     MultipleOf,
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from ..backends import fused
 from ..backends.sdpa import attend_to_last
 from ..rope import rotate
 from ..rope_types import DYNAMIC_YARN
-from .kernels import decode
+from .asked import BACKEND, interleaved, is_of_draft, is_own_dtype
+from .kernels import decode, unpage
 from .metadata import DynamicYaRNMetadata, DynamicYaRNMetadataBuilder, Run, Singles, Tables
-from .plugin import BACKEND, interleaved, is_own_dtype
 
 
 class DynamicYaRNBackend(AttentionBackend):
@@ -45,17 +48,36 @@ class DynamicYaRNBackend(AttentionBackend):
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return (KVCacheLayout.LBHNC,)
 
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size <= fused.MOST_NUMBERS or not fused.has_kernels(
+            current_platform.device_type
+        )
+
     @staticmethod
     def get_name() -> str:
         return str(BACKEND.name)
 
     @staticmethod
-    def get_impl_cls() -> type["DynamicYaRNAttention"]:
+    def get_impl_cls() -> type[AttentionImpl[Any]]:
+        if fused.has_kernels(current_platform.device_type):
+            from .fused_layer import FusedAttention
+
+            return FusedAttention
         return DynamicYaRNAttention
 
     @staticmethod
-    def get_builder_cls() -> type["DynamicYaRNMetadataBuilder"]:
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        if fused.has_kernels(current_platform.device_type):
+            from .fused_metadata import FusedMetadataBuilder
+
+            return FusedMetadataBuilder
         return DynamicYaRNMetadataBuilder
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        # Whether each request has as many queries is looked up on the host.
+        return False
 
 
 class Scratch:
@@ -68,7 +90,7 @@ class Scratch:
     _shared: ClassVar[WeakValueDictionary[Any, "Scratch"]] = WeakValueDictionary()
 
     def __init__(self, size: int) -> None:
-        self.gathered, self.rotated = torch.empty(2, size, device=torch.get_default_device())
+        self.both = torch.empty(2 * size, device=torch.get_default_device())
 
     @classmethod
     def shared(cls, size: int) -> "Scratch":
@@ -79,7 +101,7 @@ class Scratch:
         return scratch
 
 
-class DynamicYaRNAttention(AttentionImpl[DynamicYaRNMetadata]):
+class DynamicYaRNAttention(AttentionImpl[Any]):
     """The attention of one layer.
 
     Raises:
@@ -124,6 +146,7 @@ class DynamicYaRNAttention(AttentionImpl[DynamicYaRNMetadata]):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_size, self.scale = head_size, float(scale)
         self.kv_cache_dtype = kv_cache_dtype
+        self.of_draft = is_of_draft(vllm_config)
         self.interleaved = interleaved(vllm_config)
         size = vllm_config.cache_config.block_size
         self.scratch = Scratch.shared(num_kv_heads * -(-longest // size) * size * head_size)
@@ -194,22 +217,23 @@ class DynamicYaRNAttention(AttentionImpl[DynamicYaRNMetadata]):
         self, query: torch.Tensor, cache: torch.Tensor, run: Run, tables: Tables
     ) -> torch.Tensor:
         """Attends for `(T, Hq, D)` of one request, gives the like."""
-        cos, sin = tables.cos[None, run.rows], tables.sin[None, run.rows]
-        own = cos[:, -len(query) :], sin[:, -len(query) :]
-        rotated = rotate(query.transpose(0, 1)[None], *own, self.interleaved)
-        keys = self._gather(cache, run.blocks, cos.shape[1])
-        out = self.scratch.rotated[: keys.numel()].view(keys.shape)
-        keys = rotate(keys, cos, sin, self.interleaved, out=out)
-        values = self._gather(cache, run.blocks + 1, cos.shape[1])
+        last = run.first + run.keys
+        cos, sin = (table[None, last - len(query) : last] for table in (tables.cos, tables.sin))
+        rotated = rotate(query.transpose(0, 1)[None], cos, sin, self.interleaved).to(query.dtype)
+        keys, values = self._keys_and_values(cache, run, tables)
         return attend_to_last(self.scale, rotated, keys, values)[0]
 
-    def _gather(self, cache: torch.Tensor, blocks: torch.Tensor, count: int) -> torch.Tensor:
-        """The first `count` keys, or values, in some blocks: `(1, Hkv, count, D)`."""
-        rows = cache.view(-1, *cache.shape[3:])
-        shape = (len(blocks), *rows.shape[1:])
-        out = self.scratch.gathered[: math.prod(shape)].view(shape)
-        states = torch.index_select(rows, 0, blocks, out=out)
-        return states.view(1, self.num_kv_heads, -1, self.head_size)[:, :, :count]
+    def _keys_and_values(
+        self, cache: torch.Tensor, run: Run, tables: Tables
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated keys and values of a run, `(1, Hkv, keys, D)` each."""
+        size = cache.shape[3]
+        shape = (2, self.num_kv_heads, len(run.blocks), size, self.head_size)
+        out = self.scratch.both[: math.prod(shape)].view(shape)
+        rows = slice(run.first, run.first + len(run.blocks) * size)
+        unpage(cache, run.blocks, tables.cos[rows], tables.sin[rows], self.interleaved, out)
+        keys, values = out.flatten(2, 3)[:, None, :, : run.keys]
+        return keys, values
 
     def _decode(
         self, query: torch.Tensor, cache: torch.Tensor, singles: Singles, tables: Tables

@@ -1,7 +1,8 @@
-"""Decoding over un-rotated keys in a paged cache, compiled by torch for the device at hand.
+"""Attention over un-rotated keys in a paged cache, compiled by torch for the device at hand.
 
-One query of each request attends to each block of the request by itself, and the results are
-merged. A key is rotated in the registers of the kernel that multiplies it, and never written.
+For decoding one query of each request attends to each block of the request by itself, and the
+results are merged. A key is rotated in the registers of the kernel that multiplies it, and never
+written. For the many queries of a prompt, `unpage` writes rotated keys side by side.
 
 As operations of torch one by one, these functions would write what is rotated several times over;
 that is why they are always compiled, like the kernels that vLLM brings along.
@@ -41,8 +42,8 @@ def decode(
         requests: whose they are, `(N,)`.
         starts: rows of `cos` and `sin` for the first key of each block, `(N,)`.
         keys: how many keys each block has for its request, from 1 to `block_size`, `(N,)`.
-        cos: `(P, R)`, with `R` half the rotated dimension.
-        sin: `(P, R)`.
+        cos: `(P, R)` float32, with `R` half the rotated dimension.
+        sin: `(P, R)` float32.
         interleaved: whether the pairs of a key lie side by side; those of `query` do not.
 
     Returns:
@@ -54,15 +55,68 @@ def decode(
     mark_dynamic(cache, 0)
     logits = _scores(query, cache, blocks, requests, starts, keys, cos, sin, interleaved)
     mark_unbacked(logits, 0)
-    outputs, sums, peaks = _weigh(logits, cache, blocks, keys)
-    shape = (len(query), *peaks.shape[1:])
-    index = requests[:, None, None].expand_as(peaks)
-    peak = peaks.new_full(shape, -torch.inf).scatter_reduce_(0, index, peaks, "amax")
-    weights = (peaks - peak[requests]).exp()
-    total = peaks.new_zeros(shape).index_add_(0, requests, weights * sums)
-    outputs.mul_(weights[..., None])
+    index = requests[:, None, None].expand(logits.shape[:3])
+    peaks = logits.new_full((len(query), *logits.shape[1:3]), -torch.inf)
+    peaks.scatter_reduce_(0, index, logits.amax(-1), "amax")
+    mark_unbacked(peaks, 0)
+    outputs, sums = _weigh(logits, peaks, requests, cache, blocks, keys)
+    total = torch.zeros_like(peaks).index_add_(0, requests, sums)
     output = outputs.new_zeros(query.shape).index_add_(0, requests, outputs)
     return output / total[..., None]
+
+
+def unpage(
+    cache: torch.Tensor,
+    blocks: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    out: torch.Tensor,
+) -> None:
+    """Writes the rotated keys, and the values, of some blocks side by side.
+
+    Args:
+        cache: as `decode` takes it.
+        blocks: places in the cache, `(n,)`.
+        cos: for all keys that the blocks have room for, `(n * block_size, R)` float32.
+        sin: `(n * block_size, R)` float32.
+        interleaved: whether pairs lie side by side in the cache; those that are written do not.
+        out: keys and values, `(2, Hkv, n, block_size, D)` of the cache's dtype.
+    """
+    for tensor, dim in ((blocks, 0), (cos, 0), (sin, 0), (out, 2)):
+        mark_unbacked(tensor, dim)
+    mark_dynamic(cache, 0)
+    _unpage(cache, blocks, cos, sin, interleaved, out)
+
+
+@torch.compile(fullgraph=True, options=FUSED)
+def _unpage(
+    cache: torch.Tensor,
+    blocks: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+    out: torch.Tensor,
+) -> None:
+    shape = (len(blocks), 1, cache.shape[3], cos.shape[-1])
+    first, second, rest = _turned(
+        cache[blocks, :, 0].float(), cos.view(shape), sin.view(shape), interleaved
+    )
+    keys = torch.cat((first, second, rest), -1)  # (n, Hkv, block_size, D)
+    out[0] = keys.transpose(0, 1).to(out.dtype)
+    out[1] = cache[blocks, :, 1].transpose(0, 1)
+
+
+def _turned(
+    key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both numbers of the rotated pairs of keys `(..., D)`, and the numbers that stay."""
+    half = cos.shape[-1]
+    if interleaved:
+        first, second = key[..., : 2 * half : 2], key[..., 1 : 2 * half : 2]
+    else:
+        first, second = key[..., :half], key[..., half : 2 * half]
+    return first * cos - second * sin, second * cos + first * sin, key[..., 2 * half :]
 
 
 @torch.compile(fullgraph=True, options=FUSED)
@@ -81,14 +135,9 @@ def _scores(
     half, size = cos.shape[-1], cache.shape[3]
     offsets = torch.arange(size, device=cache.device)
     rows = starts[:, None] + offsets
-    cos, sin = cos[rows][:, None].float(), sin[rows][:, None].float()  # (N, 1, block_size, R)
+    cos, sin = cos[rows][:, None], sin[rows][:, None]  # (N, 1, block_size, R)
     key = cache[blocks, :, 0].float()  # (N, Hkv, block_size, D)
-    if interleaved:
-        first, second = key[..., : 2 * half : 2], key[..., 1 : 2 * half : 2]
-    else:
-        first, second = key[..., :half], key[..., half : 2 * half]
-    first, second = first * cos - second * sin, second * cos + first * sin
-    rest = key[..., 2 * half :]
+    first, second, rest = _turned(key, cos, sin, interleaved)
     beyond = (offsets >= keys[:, None])[:, None]
     logits = []
     for own in query[requests][:, :, :, None].unbind(2):  # (N, Hkv, 1, D)
@@ -101,25 +150,30 @@ def _scores(
 
 @torch.compile(fullgraph=True, options=FUSED)
 def _weigh(
-    logits: torch.Tensor, cache: torch.Tensor, blocks: torch.Tensor, keys: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor,
+    peaks: torch.Tensor,
+    requests: torch.Tensor,
+    cache: torch.Tensor,
+    blocks: torch.Tensor,
+    keys: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Values of each block weighted by the exponentials of its logits.
 
     Args:
         logits: `(N, Hkv, G, block_size)`.
-        cache: as `decode` takes it.
-        blocks: as `decode` takes it.
-        keys: as `decode` takes it.
+        peaks: the largest logit of each query, which the weights are relative to, `(B, Hkv, G)`.
+        requests: as `decode` takes it, like the next three.
+        cache: `(blocks, Hkv, 2, block_size, D)`.
+        blocks: `(N,)`.
+        keys: `(N,)`.
 
     Returns:
-        the weighted values `(N, Hkv, G, D)`, the sum of the weights and the largest logit, which
-        they are relative to, `(N, Hkv, G)` each.
+        the weighted values `(N, Hkv, G, D)` and the sum of the weights `(N, Hkv, G)`.
     """
-    peaks = logits.amax(-1)
-    weights = (logits - peaks[..., None]).exp()
+    weights = (logits - peaks[requests][..., None]).exp()
     # What a block holds beyond its keys may be anything, not a number included.
     offsets = torch.arange(cache.shape[3], device=cache.device)
     beyond = (offsets >= keys[:, None])[:, None, :, None]
     value = cache[blocks, :, 1].float().masked_fill(beyond, 0.0)
     outputs = [(weight[..., None] * value).sum(2) for weight in weights.unbind(2)]
-    return torch.stack(outputs, 2), weights.sum(-1), peaks
+    return torch.stack(outputs, 2), weights.sum(-1)

@@ -14,8 +14,9 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionM
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ..rope import rotary_tables
-from .kernels import decode
-from .plugin import interleaved, schedule_of
+from ..schedules import Schedule
+from .asked import interleaved, of_layers, schedule_of
+from .kernels import decode, unpage
 
 # Positions that tables have room for, if the longest text is no longer: 16 MiB for heads of 64
 # numbers in float32.
@@ -48,6 +49,20 @@ class Piece:
     scale: float
 
 
+def pieces_of(
+    schedule: Schedule, request: int, start: int, stop: int, length: int
+) -> Iterator[Piece]:
+    """Cuts the queries `[start, stop)` of a request, its last ones, where the scale changes."""
+    past = length - (stop - start)
+    positions = torch.arange(past, length, device="cpu")
+    scales = schedule.scale(positions[None])[0]
+    values, counts = scales.unique_consecutive(return_counts=True)
+    for scale, count in zip(values.tolist(), counts.tolist(), strict=True):
+        past += count
+        yield Piece(request, start, start + count, past, scale)
+        start += count
+
+
 @dataclass(frozen=True)
 class Singles:
     """Pieces of one query: what `kernels.decode` takes, and where the queries are.
@@ -75,13 +90,14 @@ class Run:
 
     Attributes:
         tokens: places of the queries among the tokens of the step.
-        rows: of the tables, for all keys.
-        blocks: of the keys in the cache, seen as `(blocks * Hkv * 2, block_size, D)`, `(Hkv * n,)`;
-            those of the values come one after.
+        keys: how many keys the last one sees.
+        first: row of the tables for the first key.
+        blocks: places in the cache of the blocks that hold them, `(n,)`.
     """
 
     tokens: slice
-    rows: slice
+    keys: int
+    first: int
     blocks: torch.Tensor
 
 
@@ -113,8 +129,8 @@ class Tables:
     """Cosines and sines of positions from 0 on, at several scales, in a room of fixed size.
 
     Attributes:
-        cos: `(rows, R)`, with `R` half the rotated dimension.
-        sin: `(rows, R)`.
+        cos: `(rows, R)` float32, with `R` half the rotated dimension.
+        sin: `(rows, R)` float32.
 
     Args:
         vllm_config: the engine's.
@@ -126,9 +142,8 @@ class Tables:
         self.schedule = schedule_of(vllm_config)
         self.room = max(ROOM, self.length(vllm_config.model_config.max_model_len))
         shape = (self.room + spare, self.schedule.rotary_dim // 2)
-        dtype = vllm_config.model_config.dtype
-        self.cos = torch.zeros(shape, dtype=dtype, device=device)
-        self.sin = torch.zeros(shape, dtype=dtype, device=device)
+        # Whatever the model's dtype is: only what was rotated is rounded to it.
+        self.cos, self.sin = torch.zeros(2, *shape, dtype=torch.float32, device=device)
         self._made: dict[float, tuple[int, int]] = {}  # first row and length by scale
 
     @staticmethod
@@ -180,12 +195,11 @@ class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
         vllm_config: VllmConfig,
         device: torch.device,
     ) -> None:
+        vllm_config = of_layers(vllm_config, layer_names)
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.tables = Tables(vllm_config, device, spare=kv_cache_spec.block_size)
-        key_heads, dim = kv_cache_spec.num_kv_heads, kv_cache_spec.head_size
-        self.heads = torch.arange(key_heads, device=device)[:, None]
         heads = vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config)
-        self.at_once = max(1, RESULTS // (heads * dim))
+        self.at_once = max(1, RESULTS // (heads * kv_cache_spec.head_size))
         self._compile(heads)
 
     @torch.inference_mode()
@@ -202,6 +216,9 @@ class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
         cos, sin = self.tables.cos, self.tables.sin
         interleave = interleaved(self.vllm_config)
         decode(query, cache, zero, requests, starts, keys, cos, sin, interleave)
+        out = cache.new_empty(2, shape[1], 1, *shape[3:])
+        rows = slice(spec.block_size)
+        unpage(cache, zero.clone(), cos[rows], sin[rows], interleave, out)
 
     def build(
         self,
@@ -236,14 +253,7 @@ class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
 
     def _pieces(self, request: int, start: int, stop: int, length: int) -> Iterator[Piece]:
         """Cuts the queries `[start, stop)` of a request, its last ones, where the scale changes."""
-        past = length - (stop - start)
-        positions = torch.arange(past, length, device="cpu")
-        scales = self.tables.schedule.scale(positions[None])[0]
-        values, counts = scales.unique_consecutive(return_counts=True)
-        for scale, count in zip(values.tolist(), counts.tolist(), strict=True):
-            past += count
-            yield Piece(request, start, start + count, past, scale)
-            start += count
+        return pieces_of(self.tables.schedule, request, start, stop, length)
 
     def _pack(self, pieces: list[Piece]) -> Iterator[tuple[dict[float, int], list[Piece]]]:
         """Sorts pieces by scale into waves, each with the tables that it wants."""
@@ -307,7 +317,4 @@ class DynamicYaRNMetadataBuilder(AttentionMetadataBuilder[DynamicYaRNMetadata]):
 
     def _run(self, piece: Piece, firsts: dict[float, int], table: torch.Tensor) -> Run:
         blocks = table[piece.request, : self._blocks(piece.keys)]
-        blocks = (blocks * len(self.heads) + self.heads) * 2
-        first = firsts[piece.scale]
-        rows = slice(first, first + piece.keys)
-        return Run(slice(piece.start, piece.stop), rows, blocks.flatten())
+        return Run(slice(piece.start, piece.stop), piece.keys, firsts[piece.scale], blocks)
