@@ -105,9 +105,10 @@ def main() -> int:
     sizes = [(256, 2)] if small else SIZES
     window = 128 if small else WINDOW
     longest, batch = max(length for length, _ in sizes), max(batch for _, batch in sizes)
+    stock = AutoConfig.from_pretrained(folder_of("smollm2"))
     rope = {
         "rope_type": "dynamic_yarn",
-        "rope_theta": AutoConfig.from_pretrained(folder_of("smollm2")).rope_parameters["rope_theta"],
+        "rope_theta": stock.rope_parameters["rope_theta"],
         "original_max_position_embeddings": window,
         "rescale_every": window // 4,
     }

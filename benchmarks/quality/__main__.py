@@ -15,6 +15,7 @@ import argparse
 from quality.exactness import exactness
 from quality.perplexity import perplexity, perplexity_32k, stairs
 from quality.recall import recall
+from quality.recall_why import recall_why
 from quality.retrieval import retrieval
 from quality.rivals import NAMES
 from quality.tasks import tasks
@@ -26,7 +27,9 @@ CHOOSING = {
     "gemma": {"perplexity": perplexity_32k},
 }
 # Of SmolLM2 and of a model made for the question.
-WHOLE = {part.__name__: part for part in (perplexity, recall, retrieval, exactness, stairs)}
+WHOLE = {
+    part.__name__: part for part in (perplexity, recall, recall_why, retrieval, exactness, stairs)
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
