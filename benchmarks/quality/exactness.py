@@ -43,7 +43,7 @@ def exactness() -> None:
     for name in (rivals.OURS, rivals.FORWARD, rivals.STALE):
         if name in done:
             continue
-        differences, agreements = compare(rivals.make(stock, name), ids, name)
+        differences, agreements = compare(rivals.make(stock, name, ids.shape[1]), ids, name)
         rows = [
             row(name, differences, quantity="largest difference of a logit", unit="1"),
             row(name, agreements, quantity="same likeliest token", unit="1"),

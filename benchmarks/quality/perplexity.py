@@ -1,11 +1,13 @@
-"""Perplexity by position, and what the width of a stair does to it.
+"""Perplexity by position, past 8,192 and past 32,768, and what the width of a stair does to it.
 
 A row is one text under one rival in one bin of positions: its `mean` is the mean loss of the
 tokens in it, in nats, `tokens` the end of the bin.
 """
 
+from collections.abc import Sequence
+
 import torch
-from common import row, save, smollm2
+from common import named, row, save, smollm2
 from rows import rows_of
 from tqdm import tqdm
 from transformers import AutoTokenizer
@@ -15,6 +17,9 @@ from quality.texts import TEXTS, ids_of
 
 LENGTH, BIN = 16384, 1024
 STEPS = (32, 128, 512, 2048, 8192)  # beside the default, 256
+# Of the models with a window of 32,768.
+LONG, LONG_TEXTS = 49152, ("reference", "report")
+LONG_NAMES = {"qwen": "Qwen2.5-Coder-0.5B", "gemma": "Gemma-3-270m"}
 
 
 def losses(rival: rivals.Rival, ids: torch.Tensor, title: str) -> torch.Tensor:
@@ -23,7 +28,7 @@ def losses(rival: rivals.Rival, ids: torch.Tensor, title: str) -> torch.Tensor:
     pieces = ids[:, :-1].split(rival.piece, 1), ids[:, 1:].split(rival.piece, 1)
     progress = tqdm(total=ids.shape[1] - 1, unit="token", desc=title, leave=False)
     for piece, targets in zip(*pieces, strict=True):
-        logits = rival.read(piece, cache)[0]
+        logits = rival.read(piece, cache)[0].float()
         found.append(torch.nn.functional.cross_entropy(logits, targets[0], reduction="none"))
         progress.update(piece.shape[1])
     progress.close()
@@ -40,7 +45,7 @@ def measure(bench: str, wanted: list[tuple[str, str, dict[str, int]]]) -> None:
         if (text, variant) in done:
             continue
         ids = ids_of(tokenizer, text, LENGTH + 1)
-        found = losses(rivals.make(stock, name, **options), ids, f"{text}, {variant}")
+        found = losses(rivals.make(stock, name, LENGTH, **options), ids, f"{text}, {variant}")
         rows = [
             row(variant, part.tolist(), tokens=BIN * (index + 1))
             for index, part in enumerate(found.split(BIN))
@@ -59,6 +64,41 @@ def measure(bench: str, wanted: list[tuple[str, str, dict[str, int]]]) -> None:
 def perplexity() -> None:
     """Every text under every rival."""
     measure("perplexity", [(text, name, {}) for text in TEXTS for name in rivals.NAMES])
+
+
+def perplexity_32k(
+    model: str, lengths: Sequence[int] = (), names: Sequence[str] = (), dtype: str = "bfloat16"
+) -> None:
+    """Every text under some rivals.
+
+    Args:
+        model: a key of `LONG_NAMES`.
+        lengths: of which the longest is how far it is read, in tokens. Default: `LONG`.
+        names: of the rivals. Default: all that the model can serve.
+        dtype: of the model.
+    """
+    stock = named(model, getattr(torch, dtype))
+    tokenizer = AutoTokenizer.from_pretrained(stock.config._name_or_path)
+    columns = {"model": LONG_NAMES[model], "batch": 1, "dtype": dtype}
+    longest = max(lengths, default=LONG)
+    for text in LONG_TEXTS:
+        for name in names or rivals.names_for(stock.config):
+            wanted = {**columns, "quantity": text, "variant": name}
+            done = {
+                int(one["tokens"])
+                for one in rows_of("perplexity_32k")
+                if all(one[column] == str(value) for column, value in wanted.items())
+            }
+            if longest in done:
+                continue
+            ids = ids_of(tokenizer, text, longest + 1)
+            found = losses(rivals.make(stock, name, LONG), ids, f"{text}, {name}")
+            rows = [
+                row(name, part.tolist(), tokens=BIN * (index + 1))
+                for index, part in enumerate(found.split(BIN))
+                if BIN * (index + 1) not in done
+            ]
+            save("perplexity_32k", rows, **columns, quantity=text, unit="nats per token")
 
 
 def stairs() -> None:

@@ -149,7 +149,7 @@ def recall() -> None:
         for name in rivals.NAMES:
             if (name, length) in done:
                 continue
-            scores = answers(rivals.make(stock, name), ids, pairs)
+            scores = answers(rivals.make(stock, name, LENGTHS[-1]), ids, pairs)
             right = scores.argmax(-1) == pairs[..., 1]
             likely = scores.gather(-1, pairs[..., 1:])[..., 0]
             rows = []

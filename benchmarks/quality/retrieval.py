@@ -89,7 +89,7 @@ def retrieval() -> None:
                 continue
             rows = []
             for length, found in answers(
-                rivals.make(stock, name), tokenizer, text, f"{text}, {name}"
+                rivals.make(stock, name, LENGTHS[-1]), tokenizer, text, f"{text}, {name}"
             ):
                 for quarter in range(QUARTERS):
                     inside = [values for where, *values in found if where == quarter]
