@@ -28,7 +28,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from hf_dynyarn import DynamicYaRNCache, patch_llama
 from hf_dynyarn.vllm import metadata, plugin, refusals
-from hf_dynyarn.vllm.kernels import decode
+from hf_dynyarn.vllm.kernels import decode, unpage
 
 # vLLM looks at every name in torch.distributed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*reduce_op:FutureWarning")
@@ -308,7 +308,6 @@ def prompt_logs(folder, rope, dtype, texts, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_a_block_holds_beyond_its_keys_is_not_used(dtype):
-    # Of the sizes that engines here have: no more kinds of kernels than a process compiles.
     query, cache = torch.randn(2, 2, 2, 32), torch.randn(4, 2, 2, 16, 32).to(dtype)
     blocks, requests = torch.tensor([3, 1, 2]), torch.tensor([0, 0, 1])
     starts, keys = torch.tensor([0, 16, 0]), torch.tensor([16, 5, 9])
@@ -318,6 +317,21 @@ def test_what_a_block_holds_beyond_its_keys_is_not_used(dtype):
         cache[1, :, :, 5:], cache[2, :, :, 9:] = beyond, beyond
         outputs.append(decode(query, cache, blocks, requests, starts, keys, cos, sin, False))
     assert torch.equal(*outputs)
+
+
+def test_engines_of_more_shapes_than_torch_compiles_a_function_for():
+    blocks = requests = starts = torch.tensor([0])
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for dim in (4, 8):
+            query, cache = torch.randn(1, 1, 1, dim), torch.randn(1, 1, 2, 4, dim)
+            cos, sin = torch.ones(4, dim // 2), torch.zeros(4, dim // 2)  # keys as they are
+            tables = cos, sin, False
+            output = decode(query, cache, blocks, requests, starts, torch.tensor([4]), *tables)
+            key, value = cache[:, :, 0], cache[:, :, 1]
+            assert torch.allclose(output, (query @ key.mT).softmax(-1) @ value, atol=1e-6)
+            out = torch.empty(2, 1, 1, 4, dim)
+            unpage(cache, blocks, *tables, out)
+            assert torch.equal(out[:, 0], cache[0, 0][:, None])
 
 
 def one_scale_per_call(self, request, start, stop, length):

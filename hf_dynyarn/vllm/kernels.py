@@ -14,11 +14,16 @@ import torch
 from torch._dynamo.decorators import mark_dynamic, mark_unbacked
 
 # Nothing is written to be read again: the query heads of a group, which come one by one, share what
-# was loaded and rotated. The last option adds a product in one instruction.
+# was loaded and rotated. The last option adds a product in one instruction. A process may go
+# through engines of many shapes, each with kernels of its own, of which torch allows 8.
 FUSED: dict[str, Any] = {
-    "realize_reads_threshold": 1000,
-    "realize_opcount_threshold": 1000,
-    "cpp.enable_floating_point_contract_flag": "fast",
+    "fullgraph": True,
+    "options": {
+        "realize_reads_threshold": 1000,
+        "realize_opcount_threshold": 1000,
+        "cpp.enable_floating_point_contract_flag": "fast",
+    },
+    "recompile_limit": 64,
 }
 
 
@@ -89,7 +94,7 @@ def unpage(
     _unpage(cache, blocks, cos, sin, interleaved, out)
 
 
-@torch.compile(fullgraph=True, options=FUSED)
+@torch.compile(**FUSED)
 def _unpage(
     cache: torch.Tensor,
     blocks: torch.Tensor,
@@ -119,7 +124,7 @@ def _turned(
     return first * cos - second * sin, second * cos + first * sin, key[..., 2 * half :]
 
 
-@torch.compile(fullgraph=True, options=FUSED)
+@torch.compile(**FUSED)
 def _scores(
     query: torch.Tensor,
     cache: torch.Tensor,
@@ -148,7 +153,7 @@ def _scores(
     return torch.stack(logits, 2)
 
 
-@torch.compile(fullgraph=True, options=FUSED)
+@torch.compile(**FUSED)
 def _weigh(
     logits: torch.Tensor,
     peaks: torch.Tensor,
