@@ -66,7 +66,7 @@ def decode(
     mark_unbacked(peaks, 0)
     outputs, sums = _weigh(logits, peaks, requests, cache, blocks, keys)
     total = torch.zeros_like(peaks).index_add_(0, requests, sums)
-    output = outputs.new_zeros(query.shape).index_add_(0, requests, outputs)
+    output: torch.Tensor = outputs.new_zeros(query.shape).index_add_(0, requests, outputs)
     return output / total[..., None]
 
 
