@@ -236,10 +236,8 @@ def computed(tokens: int, layers: int) -> list[dict]:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return [
         row(f"{one['variant']}, computed", [float(one["median"]) * layers / cost.LAYERS])
-        for one in rows_of("kernels")
-        if one["quantity"] == "attention of a step"
-        and one["device"] in name
-        and (one["tokens"], one["batch"]) == (str(tokens), "1")
+        for one in rows_of("kernels", quantity="attention of a step", tokens=tokens, batch=1)
+        if one["device"] in name
     ]
 
 

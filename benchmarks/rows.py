@@ -9,13 +9,19 @@ RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, str]
 
 
-def rows_of(bench: str) -> list[Row]:
-    """All rows of `results/<bench>.csv`, none where there is no such file."""
+def rows_of(bench: str, **columns: object) -> list[Row]:
+    """Rows of `results/<bench>.csv`, none where there is no such file.
+
+    Args:
+        bench: name of the file.
+        **columns: what a row says in these. Default: all rows.
+    """
     path = RESULTS / f"{bench}.csv"
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+        rows = csv.DictReader(file)
+        return [one for one in rows if all(one[name] == str(columns[name]) for name in columns)]
 
 
 def fullest_run(bench: str) -> list[Row]:

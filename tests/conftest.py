@@ -4,6 +4,7 @@ import logging
 import os
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test needs the network
 # flash-attn reads these when it is imported: the reference of its Triton backend, on the CPU.
@@ -236,6 +237,23 @@ def by_state_dict(cache, tmp_path):
 def travelled(request, tmp_path):
     """Sends a cache on a journey and returns the one that arrives."""
     return lambda cache: request.param(cache, tmp_path)
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """The modules of `benchmarks/` can be imported."""
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "benchmarks")
+
+
+@pytest.fixture
+def results(benchmarks, tmp_path, monkeypatch):
+    """The folder in which benchmarks find and leave their rows."""
+    import common
+    import rows
+
+    for module in (common, rows):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

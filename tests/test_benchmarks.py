@@ -9,8 +9,7 @@ from hf_dynyarn import patch_llama
 
 
 @pytest.fixture
-def our_cache(monkeypatch):
-    monkeypatch.syspath_prepend("benchmarks")
+def our_cache(benchmarks):
     from common import our_cache
 
     return our_cache

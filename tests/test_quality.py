@@ -1,7 +1,6 @@
 """The benchmarks of quality on tiny models: what they compare, and that a run can be resumed."""
 
 import csv
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,19 +15,7 @@ NAMES = ("plain RoPE", "ours")
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Where rows go."""
-    monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "benchmarks")
-    import common
-    import rows
-
-    for module in (common, rows):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def bench(folder, monkeypatch):
+def bench(results, monkeypatch):
     """`quality.perplexity` with tiny models and texts."""
     from quality import perplexity
 
@@ -46,12 +33,12 @@ def ids_of(text, length):
     return random_ids(200, seed=len(text))[:, :length]
 
 
-def written(folder, bench="perplexity_32k"):
-    with (folder / f"{bench}.csv").open(newline="") as file:
+def written(results):
+    with (results / "perplexity_32k.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-def test_perplexity_of_ours_is_that_of_a_patched_model(bench, tmp_path):
+def test_perplexity_of_ours_is_that_of_a_patched_model(bench, results):
     bench.perplexity_32k("qwen", names=NAMES)
     model = tiny_llama()
     patch_llama(model)
@@ -59,13 +46,13 @@ def test_perplexity_of_ours_is_that_of_a_patched_model(bench, tmp_path):
     losses = cross_entropy(logits_of(model, ids)[0, :-1], ids[0, 1:], reduction="none")
     found = [
         float(one["mean"])
-        for one in written(tmp_path)
+        for one in written(results)
         if (one["quantity"], one["variant"]) == ("report", "ours")
     ]
     torch.testing.assert_close(torch.tensor(found), losses.view(-1, BIN).mean(1), rtol=2e-5, atol=0)
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
+def test_an_interrupted_run_goes_on_where_it_stopped(bench, results, monkeypatch):
     whole, read = bench.losses, []
 
     def losses(rival, ids, title):
@@ -77,34 +64,34 @@ def test_an_interrupted_run_goes_on_where_it_stopped(bench, tmp_path, monkeypatc
     monkeypatch.setattr(bench, "losses", losses)
     with pytest.raises(KeyboardInterrupt):
         bench.perplexity_32k("qwen", names=NAMES)
-    assert len(written(tmp_path)) == LENGTH // BIN
+    assert len(written(results)) == LENGTH // BIN
     bench.perplexity_32k("qwen", names=NAMES)
     first, *rest = (f"{text}, {name}" for text in bench.LONG_TEXTS for name in NAMES)
     assert read == [first, rest[0], *rest]
     bench.perplexity_32k("gemma", names=NAMES)  # another model's rows are not taken for its own
     keys = {
-        (one["model"], one["quantity"], one["variant"], one["tokens"]) for one in written(tmp_path)
+        (one["model"], one["quantity"], one["variant"], one["tokens"]) for one in written(results)
     }
-    assert len(keys) == len(written(tmp_path)) == 2 * (1 + len(rest)) * LENGTH // BIN
+    assert len(keys) == len(written(results)) == 2 * (1 + len(rest)) * LENGTH // BIN
 
 
-def test_a_longer_run_adds_what_is_missing(bench, folder):
+def test_a_longer_run_adds_what_is_missing(bench, results):
     def means():
-        return {(one["variant"], one["tokens"]): one["mean"] for one in written(folder)}
+        return {(one["variant"], one["tokens"]): one["mean"] for one in written(results)}
 
     bench.perplexity_32k("qwen", [2 * BIN], NAMES)
     short = means()
     assert {tokens for _, tokens in short} == {"16", "32"}
     bench.perplexity_32k("qwen", names=NAMES)
-    assert len(means()) == len(written(folder)) // 2 == 2 * LENGTH // BIN  # two texts
+    assert len(means()) == len(written(results)) // 2 == 2 * LENGTH // BIN  # two texts
     assert short.items() <= means().items()
     bench.perplexity_32k("qwen", names=NAMES, dtype="float32")
-    assert {one["dtype"] for one in written(folder)} == {"bfloat16", "float32"}
+    assert {one["dtype"] for one in written(results)} == {"bfloat16", "float32"}
 
 
-def test_all_rivals_are_read_where_none_is_named(bench, folder):
+def test_all_rivals_are_read_where_none_is_named(bench, results):
     bench.perplexity_32k("qwen")
-    assert len({one["variant"] for one in written(folder)}) == 8
+    assert len({one["variant"] for one in written(results)}) == 8
 
 
 def test_a_patched_twin_shares_the_weights_and_leaves_the_stock_model_alone(bench):

@@ -1,7 +1,6 @@
 """What the benchmarks of quality compare: each rival does what its name says."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +16,7 @@ FACTORS = {"static yarn 2": 2.0, "static yarn 4": 4.0}
 
 
 @pytest.fixture(autouse=True)
-def rivals(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "benchmarks")
+def rivals(benchmarks):
     from quality import rivals
 
     return rivals

@@ -2,7 +2,6 @@
 
 import csv
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,15 +34,10 @@ def plain_text(tokenizer, name, length):
 
 
 @pytest.fixture
-def tasks(tmp_path, monkeypatch):
-    """`quality.tasks` with a tiny model, a plain text, and rows that go to `tmp_path`."""
-    monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "benchmarks")
-    import common
-    import rows
+def tasks(results, monkeypatch):
+    """`quality.tasks` with a tiny model and a plain text."""
     from quality import haystacks, tasks
 
-    for module in (common, rows):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
     monkeypatch.setattr(haystacks, "KEYS", 4)
     monkeypatch.setattr(haystacks, "ids_of", plain_text)
     monkeypatch.setattr(tasks, "LENGTHS", {"qwen": LENGTHS})
@@ -62,8 +56,8 @@ def haystack(tasks, name="report", lengths=LENGTHS):
     return tasks.Haystack(TOKENIZER, name, lengths)
 
 
-def written(folder):
-    with (folder / "tasks.csv").open(newline="") as file:
+def written(results):
+    with (results / "tasks.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -169,7 +163,7 @@ def test_rows_are_the_shares_of_answers(tasks):
         assert one["mean"] == (task != "keys" and int(quarter) > 2)
 
 
-def test_an_interrupted_run_of_tasks_goes_on_where_it_stopped(tasks, tmp_path, monkeypatch):
+def test_an_interrupted_run_of_tasks_goes_on_where_it_stopped(tasks, results, monkeypatch):
     asked = []
 
     def reply_to(question, rival, tokenizer, cache):
@@ -182,10 +176,10 @@ def test_an_interrupted_run_of_tasks_goes_on_where_it_stopped(tasks, tmp_path, m
     monkeypatch.setattr(tasks, "TEXTS", ("report",))
     with pytest.raises(KeyboardInterrupt):
         tasks.tasks("qwen", names=NAMES)
-    at_first = written(tmp_path)
+    at_first = written(results)
     assert {(one["variant"], one["tokens"]) for one in at_first} == {("plain RoPE", "2048")}
     tasks.tasks("qwen", names=NAMES)
-    rows = written(tmp_path)
+    rows = written(results)
     assert rows[: len(at_first)] == at_first
     names = ("variant", "tokens", "quantity")
     assert len({tuple(one[name] for name in names) for one in rows}) == len(rows) == 4 * 17
@@ -194,16 +188,16 @@ def test_an_interrupted_run_of_tasks_goes_on_where_it_stopped(tasks, tmp_path, m
     # The first length of the first rival was not asked again.
     assert sum(length == LENGTHS[0] for length, _ in asked) == 2 * 10
     tasks.tasks("qwen", names=NAMES)
-    assert written(tmp_path) == rows
+    assert written(results) == rows
 
 
-def test_some_lengths_then_the_others(tasks, tmp_path, monkeypatch):
+def test_some_lengths_then_the_others(tasks, results, monkeypatch):
     monkeypatch.setattr(tasks, "reply_to", lambda *_: "no")
     tasks.tasks("qwen", LENGTHS[1:], NAMES[:1])
-    assert {one["tokens"] for one in written(tmp_path)} == {"2560"}
+    assert {one["tokens"] for one in written(results)} == {"2560"}
     tasks.tasks("qwen", names=NAMES[:1], dtype="float32")
     tasks.tasks("qwen", names=NAMES[:1])
-    found = [(one["dtype"], one["note"], one["tokens"]) for one in written(tmp_path)]
+    found = [(one["dtype"], one["note"], one["tokens"]) for one in written(results)]
     assert len(found) == 17 * len(set(found)) == 17 * 8
     with pytest.raises(ValueError, match=r"must be among \(2048, 2560\), got \(4096,\)"):
         tasks.tasks("qwen", [4096])

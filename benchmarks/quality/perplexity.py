@@ -83,12 +83,8 @@ def perplexity_32k(
     longest = max(lengths, default=LONG)
     for text in LONG_TEXTS:
         for name in names or rivals.names_for(stock.config):
-            wanted = {**columns, "quantity": text, "variant": name}
-            done = {
-                int(one["tokens"])
-                for one in rows_of("perplexity_32k")
-                if all(one[column] == str(value) for column, value in wanted.items())
-            }
+            there = rows_of("perplexity_32k", **columns, quantity=text, variant=name)
+            done = {int(one["tokens"]) for one in there}
             if longest in done:
                 continue
             ids = ids_of(tokenizer, text, longest + 1)

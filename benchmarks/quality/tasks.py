@@ -97,12 +97,8 @@ def tasks(
     for text in TEXTS:
         haystack = Haystack(tokenizer, text, known)
         for name in names or rivals.names_for(stock.config):
-            wanted = {**columns, "note": text, "variant": name}
-            done = {
-                int(one["tokens"])
-                for one in rows_of("tasks")
-                if all(one[column] == str(value) for column, value in wanted.items())
-            }
+            there = rows_of("tasks", **columns, note=text, variant=name)
+            done = {int(one["tokens"]) for one in there}
             missing = sorted(set(lengths or known) - done)
             if not missing:
                 continue
