@@ -89,6 +89,11 @@ def test_a_longer_run_adds_what_is_missing(bench, results):
     assert {one["dtype"] for one in written(results)} == {"bfloat16", "float32"}
 
 
+def test_half_a_bin_is_not_taken_for_a_whole_one(bench):
+    with pytest.raises(ValueError, match="must be a multiple of 16, got 40"):
+        bench.perplexity_32k("qwen", [40], NAMES)
+
+
 def test_all_rivals_are_read_where_none_is_named(bench, results):
     bench.perplexity_32k("qwen")
     assert len({one["variant"] for one in written(results)}) == 8

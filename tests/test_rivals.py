@@ -89,6 +89,29 @@ def test_one_scale_per_call_is_static_at_that_factor(rivals):
     )
 
 
+@pytest.mark.parametrize(("held", "name"), [((4.0, 4.0), "static yarn 4"), ((None, None), "ours")])
+def test_both_held_is_static_and_both_by_position_is_ours(rivals, held, name):
+    from quality.recall_why import under
+
+    model = tiny_llama().double()
+    ids = TEXT[:, :LENGTH]
+    expected = read(rivals.make(model, name, LENGTH), ids, 11)
+    assert_close(logits_of(under(model, *held), ids), expected)
+
+
+@pytest.mark.parametrize("held", [(4.0, None), (None, 4.0), (None, 1.0)])
+def test_one_of_frequencies_and_gain_is_held(held):
+    from quality.recall_why import under
+
+    def turn(index, position):
+        scale = scale_at(position, WINDOW, 1)
+        return frequencies(held[0] or scale, DIM, 1e4, WINDOW), gain_at(held[1] or scale)
+
+    model = tiny_llama().double()
+    ids = TEXT[:, :LENGTH]
+    assert_close(logits_of(under(model, *held), ids)[0], stepwise_logits(model, ids[0], turn))
+
+
 class AsCached(nn.Module):
     """The rotation of each position at the scale of the call that read it."""
 

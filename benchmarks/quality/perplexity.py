@@ -76,11 +76,16 @@ def perplexity_32k(
         lengths: of which the longest is how far it is read, in tokens. Default: `LONG`.
         names: of the rivals. Default: all that the model can serve.
         dtype: of the model.
+
+    Raises:
+        ValueError: a text of that length does not end with a bin.
     """
+    longest = max(lengths, default=LONG)
+    if longest % BIN:
+        raise ValueError(f"the longest of lengths must be a multiple of {BIN}, got {longest}.")
     stock = named(model, getattr(torch, dtype))
     tokenizer = AutoTokenizer.from_pretrained(stock.config._name_or_path)
     columns = {"model": LONG_NAMES[model], "batch": 1, "dtype": dtype}
-    longest = max(lengths, default=LONG)
     for text in LONG_TEXTS:
         for name in names or rivals.names_for(stock.config):
             there = rows_of("perplexity_32k", **columns, quantity=text, variant=name)
